@@ -1,0 +1,253 @@
+"""Sequences between the ranks of a host through shared memory, without pickling.
+
+The problem. After scoring, sequences move: `packing.balance` gives rank 3 a sequence that rank 0 sampled. The obvious
+`dist.all_gather_object` pickles every tensor, sends the bytes through sockets, and unpickles them: 64 MB between two ranks of
+one host take hundreds of milliseconds. A copy of 64 MB takes ten. Both ranks see the same RAM, so one copy should be all.
+
+How it works. Everything a rank sends to another is one message; the messages lie in one segment of shared memory, receiver by
+receiver. With 2 ranks, where rank 0 sends two sequences {"tokens": [5, 6, 7]} and {"tokens": [8]} to rank 1:
+
+    segment   | messages for rank 0 | messages for rank 1                                                 |
+    message   | 2 sequences, 19 bytes of names | {"tokens": "int64"}  | 3 1 (lengths)    | 5 6 7 8           |
+                int64 [2]                        JSON, padded to 8 B    int64 [F * n]      a block a field
+
+    1. Agree    all-gather of one small row a rank: its host, and how many bytes go to whom. From the table each rank
+                computes where each message starts; nobody needs to ask.
+    2. Write    each rank concatenates its tensors straight into its places in the segment. This is the one copy.
+    3. Barrier  then each rank cuts its received messages into tensors that are views of the segment. Nothing is copied.
+
+The segment has no name. Rank 0 makes it as an unnamed file in /dev/shm, the others open it through /proc/PID/fd, and all map
+it. The kernel frees it with the last mapping, so a normal end, an exception and SIGKILL leave nothing behind, and there is
+nothing that a next start has to clean up or could take from another job. The segment is kept and written again by the next
+exchange: fresh pages cost four times as much as the copy itself (zeroing and faults). Since received tensors are views of it,
+each rank reports in step 1 whether it still holds one; if any does, a new segment is made and the old one lives as long as
+its tensors.
+
+Ranks on several hosts (or in containers that cannot see each other's processes) send the same messages by one all-to-all.
+
+Shapes: a sequence is a dict of 1-D CPU tensors [T_field]; F fields, n sequences in a message, W ranks in the group.
+
+What we give up: a group that spans hosts uses the network also between ranks of one host; the segment stays as large as the
+largest batch so far; Linux only. Production systems (Ray's Plasma store, vLLM's shared-memory broadcast) keep a named arena
+with an allocator in it, a server or a resource tracker, and clean-up code.
+"""
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import tempfile
+import weakref
+import zlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SHARED_MEMORY = "/dev/shm"
+
+# The segment of each group, and a weak reference to the part of it that this rank received last: dead = free to write again.
+_segments: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def exchange(
+    sequences: list[dict[str, Tensor]], destination: Sequence[int], group: dist.ProcessGroup | None = None
+) -> list[dict[str, Tensor]]:
+    """The sequences that all ranks of the group destined for this one, ordered by source rank, then as in the source's list.
+
+    sequences: dicts of 1-D CPU tensors. All sequences of all ranks have the same keys and dtypes; lengths are free, also
+    between the keys of one sequence. destination[i] is the group rank that gets sequences[i]. Collective; the group needs a
+    backend for CPU tensors. Sequences that stay on their rank are passed through as they are; the others arrive as
+    detached views of memory that no other rank reads or writes. Without a process group the result is the input.
+    Raises ValueError if the sequences or destinations are invalid, or, on all ranks, if the segment does not fit.
+    """
+    rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    fields = _check(sequences, destination, world_size)
+    if world_size == 1:
+        return list(sequences)
+    group = group or dist.group.WORLD
+    by_receiver = [[] for _ in range(world_size)]
+    for sequence, receiver in zip(sequences, destination):
+        by_receiver[receiver].append(sequence)
+    staying, by_receiver[rank] = by_receiver[rank], []
+    outgoing = [_parts(sent, fields) for sent in by_receiver]
+
+    # 1. Agree.
+    rows = _all_gather([_host_key(), _schema_key(fields), _free_bytes(group), *map(_num_bytes, outgoing)], group)
+    hosts, schemas, free_bytes = ({row[column] for row in rows} for column in range(3))
+    num_bytes = [row[3:] for row in rows]  # [source][receiver]
+    if len(schemas - {0}) > 1:
+        raise ValueError(f"exchange: ranks differ in keys or dtypes (here {fields}): give all ranks the same fields")
+
+    # 2. Write, 3. Barrier.
+    if len(hosts) == 1:
+        received = _swap_in_segment(outgoing, num_bytes, min(free_bytes), group)
+    else:
+        received = _swap_by_all_to_all(outgoing, num_bytes, group)
+    messages = received.split([row[rank] for row in num_bytes])
+    return [s for source in range(world_size) for s in (staying if source == rank else _read(messages[source]))]
+
+
+def _check(sequences: list[dict[str, Tensor]], destination: Sequence[int], world_size: int) -> dict[str, str]:
+    """The fields of the sequences, name -> dtype; empty if there are no sequences."""
+    if len(sequences) != len(destination):
+        raise ValueError(f"exchange: {len(sequences)} sequences but {len(destination)} destinations: give one for each")
+    if wrong := [receiver for receiver in destination if not 0 <= receiver < world_size]:
+        raise ValueError(f"exchange: destination {wrong[0]} is no rank of the group: use 0 to {world_size - 1}")
+    names = sequences[0].keys() if sequences else ()
+    if any(sequence.keys() != names for sequence in sequences):
+        raise ValueError(f"exchange: a sequence has other keys than the first, {list(names)}: give all the same keys")
+    fields = {}
+    for name in names:
+        kinds = {(sequence[name].dtype, sequence[name].ndim, sequence[name].device.type) for sequence in sequences}
+        dtype, ndim, device = kinds.pop()
+        if kinds or ndim != 1 or device != "cpu":
+            raise ValueError(f"exchange: {name!r} must be 1-D, on the CPU and of one dtype in all sequences: convert it")
+        fields[name] = str(dtype).removeprefix("torch.")
+    return fields
+
+
+def _host_key() -> int:
+    """Equal on two ranks if one can open the other's files through /proc: the same kernel and the same process namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot_id = file.read()
+    return zlib.crc32(f"{boot_id} {os.stat('/proc/self/ns/pid').st_ino}".encode())
+
+
+def _schema_key(fields: dict[str, str]) -> int:
+    """A checksum of the fields, whatever their order; 0 from a rank without sequences, which agrees with any other."""
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode()) + 1 if fields else 0
+
+
+def _free_bytes(group: dist.ProcessGroup) -> int:
+    """The size of the group's segment if this rank holds no tensor in it any more, else 0."""
+    segment, received = _segments.get(group, (b"", lambda: None))
+    return len(segment) if received() is None else 0
+
+
+def _all_gather(row: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+    rows = [torch.empty(len(row), dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, torch.tensor(row), group=group)
+    return [row.tolist() for row in rows]
+
+
+def _parts(sequences: list[dict[str, Tensor]], fields: dict[str, str]) -> list[list[Tensor]]:
+    """A message before it is written: its parts in order, each a list of tensors of one dtype to be concatenated."""
+    if not sequences:
+        return []
+    names = torch.frombuffer(bytearray(json.dumps(fields), "ascii"), dtype=torch.uint8)
+    header = torch.tensor([len(sequences), len(names)])
+    values = [[sequence[name] for sequence in sequences] for name in fields]
+    lengths = torch.tensor([x.numel() for column in values for x in column], dtype=torch.int64)
+    return [[header], [names], [lengths], *values]
+
+
+def _num_bytes(parts: list[list[Tensor]]) -> int:
+    return sum(_padded(sum(x.numel() for x in part) * part[0].itemsize) for part in parts)
+
+
+def _padded(num_bytes: int) -> int:
+    """Rounded up to 8: a view of bytes as int64 must start at a multiple of 8."""
+    return (num_bytes + 7) // 8 * 8
+
+
+def _write(parts: list[list[Tensor]], buffer: Tensor) -> None:
+    """Writes a message to the start of buffer (uint8)."""
+    start = 0
+    for part in parts:
+        end = start + sum(x.numel() for x in part) * part[0].itemsize
+        torch.cat(part, out=buffer[start:end].view(part[0].dtype))
+        start = _padded(end)
+
+
+def _read(message: Tensor) -> list[dict[str, Tensor]]:
+    """The sequences of a message (uint8), as views of it."""
+    if not message.numel():
+        return []
+    start = 0
+
+    def take(num_values: int, dtype: torch.dtype) -> Tensor:
+        nonlocal start
+        end = start + num_values * dtype.itemsize
+        block = message[start:end].view(dtype)
+        start = _padded(end)
+        return block
+
+    num_sequences, names_bytes = take(2, torch.int64).tolist()
+    fields = json.loads(bytes(take(names_bytes, torch.uint8).tolist()))
+    lengths = take(len(fields) * num_sequences, torch.int64).view(len(fields), num_sequences).tolist()
+    columns = [take(sum(n), getattr(torch, dtype)).split(n) for n, dtype in zip(lengths, fields.values())]
+    return [dict(zip(fields, values)) for values in zip(*columns)]
+
+
+def _swap_in_segment(
+    outgoing: list[list[list[Tensor]]], num_bytes: list[list[int]], free_bytes: int, group: dist.ProcessGroup
+) -> Tensor:
+    """The messages for this rank, by source, after all ranks have written theirs to the segment (uint8)."""
+    rank = dist.get_rank(group)
+    for_receiver = [sum(column) for column in zip(*num_bytes)]
+    if not sum(for_receiver):
+        return torch.empty(0, dtype=torch.uint8)
+    if free_bytes < sum(for_receiver):
+        _segments.pop(group, None)
+        _segments[group] = (_new_segment(sum(for_receiver), group), None)
+    segment = _segments[group][0]
+    view = memoryview(segment)
+    buffer = torch.frombuffer(view, dtype=torch.uint8)
+    for receiver, parts in enumerate(outgoing):
+        start = sum(for_receiver[:receiver]) + sum(row[receiver] for row in num_bytes[:rank])
+        _write(parts, buffer[start:])
+    _barrier(group)
+    _segments[group] = (segment, weakref.ref(view))  # a tensor keeps its storage alive, and the storage this view
+    return buffer[sum(for_receiver[:rank]) :][: for_receiver[rank]]
+
+
+def _new_segment(num_bytes: int, group: dist.ProcessGroup) -> mmap.mmap:
+    """An unnamed file in shared memory, mapped by all ranks of the group. ValueError on all of them if it does not fit."""
+    _barrier(group)  # all ranks have dropped the old segment: its pages count as room for the new one
+    place = torch.zeros(3, dtype=torch.int64)
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank(group) == 0:
+            room = os.statvfs(SHARED_MEMORY)
+            file = stack.enter_context(tempfile.TemporaryFile(dir=SHARED_MEMORY))
+            place = torch.tensor([os.getpid(), file.fileno(), room.f_bavail * room.f_frsize])
+            try:
+                # Reserved now: a page that is missing when it is first written ends the process with SIGBUS.
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                place[0] = 0
+        dist.broadcast(place, group=group, group_src=0)
+        pid, fileno, room_bytes = place.tolist()
+        if not pid:
+            raise ValueError(
+                f"exchange: the segment needs {num_bytes / 1e6:,.1f} MB and {SHARED_MEMORY} has room for"
+                f" {room_bytes / 1e6:,.1f} MB: enlarge it (docker run --shm-size=...) or exchange in smaller batches"
+            )
+        with open(f"/proc/{pid}/fd/{fileno}", "r+b") as file:
+            segment = mmap.mmap(file.fileno(), num_bytes)
+        _barrier(group)  # rank 0 may close its file once all have opened it
+    return segment
+
+
+def _barrier(group: dist.ProcessGroup) -> None:
+    # Not dist.barrier: in a group that also has NCCL it would wait on the GPU.
+    dist.all_reduce(torch.zeros(1), group=group)
+
+
+def _swap_by_all_to_all(
+    outgoing: list[list[list[Tensor]]], num_bytes: list[list[int]], group: dist.ProcessGroup
+) -> Tensor:
+    """The messages for this rank, by source, through the network (uint8)."""
+    rank = dist.get_rank(group)
+    send = torch.empty(sum(num_bytes[rank]), dtype=torch.uint8)
+    for parts, message in zip(outgoing, send.split(num_bytes[rank])):
+        _write(parts, message)
+    receive_bytes = [row[rank] for row in num_bytes]
+    received = torch.empty(sum(receive_bytes), dtype=torch.uint8)
+    dist.all_to_all_single(received, send, receive_bytes, num_bytes[rank], group=group)
+    return received
