@@ -19,8 +19,8 @@ receiver. With 2 ranks, where rank 0 sends two sequences {"tokens": [5, 6, 7]} a
 The segment has no name. Rank 0 makes it as an unnamed file in /dev/shm, the others open it through /proc/PID/fd, and all map
 it. The kernel frees it with the last mapping, so a normal end, an exception and SIGKILL leave nothing behind, and there is
 nothing that a next start has to clean up or could take from another job. The segment is kept and written again by the next
-exchange: fresh pages cost four times as much as the copy itself (zeroing and faults). Since received tensors are views of it,
-each rank reports in step 1 whether it still holds one; if any does, a new segment is made and the old one lives as long as
+exchange, since fresh pages (faults, zeroing) cost three times as much as the copy itself. Received tensors are views of it, so
+each rank reports in step 1 whether it still holds one; if any does, a new segment is made, and the old one lives as long as
 its tensors.
 
 Ranks on several hosts (or in containers that cannot see each other's processes) send the same messages by one all-to-all.
@@ -28,12 +28,14 @@ Ranks on several hosts (or in containers that cannot see each other's processes)
 Shapes: a sequence is a dict of 1-D CPU tensors [T_field]; F fields, n sequences in a message, W ranks in the group.
 
 What we give up: a group that spans hosts uses the network also between ranks of one host; the segment stays as large as the
-largest batch so far; Linux only. Production systems (Ray's Plasma store, vLLM's shared-memory broadcast) keep a named arena
-with an allocator in it, a server or a resource tracker, and clean-up code.
+largest batch so far; the two small collectives over gloo take half a millisecond, so tiny loads gain little; a forked child
+does not count as a holder of received tensors; Linux only. Production systems (Ray's Plasma store, vLLM's shared-memory
+broadcast) keep named arenas with an allocator, a server or a resource tracker, and code that cleans up after crashes.
 """
 
 import contextlib
 import errno
+import functools
 import json
 import mmap
 import os
@@ -110,6 +112,7 @@ def _check(sequences: list[dict[str, Tensor]], destination: Sequence[int], world
     return fields
 
 
+@functools.cache
 def _host_key() -> int:
     """Equal on two ranks if one can open the other's files through /proc: the same kernel and the same process namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -191,10 +194,11 @@ def _swap_in_segment(
     for_receiver = [sum(column) for column in zip(*num_bytes)]
     if not sum(for_receiver):
         return torch.empty(0, dtype=torch.uint8)
-    if free_bytes < sum(for_receiver):
+    if free_bytes >= sum(for_receiver):
+        segment, _ = _segments[group]
+    else:
         _segments.pop(group, None)
-        _segments[group] = (_new_segment(sum(for_receiver), group), None)
-    segment = _segments[group][0]
+        segment = _new_segment(sum(for_receiver), group)
     view = memoryview(segment)
     buffer = torch.frombuffer(view, dtype=torch.uint8)
     for receiver, parts in enumerate(outgoing):

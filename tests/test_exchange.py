@@ -1,0 +1,250 @@
+"""What exchange.py promises, on real gloo groups: order, ragged and empty loads, lifetimes, errors, no segment left."""
+
+import mmap
+import os
+import pickle
+import signal
+import tempfile
+from pathlib import Path
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import exchange as exchange_module
+from exchange import exchange
+from ranks import run_ranks
+
+DTYPES = {
+    "tokens": torch.int64,
+    "position_ids": torch.int32,
+    "logprobs": torch.float32,
+    "response_mask": torch.bool,
+    "values": torch.bfloat16,
+}
+
+
+def random_sequence(generator: torch.Generator) -> dict[str, Tensor]:
+    """Five fields of five dtypes and five lengths between 0 and 40; 1, 2, 4 and 8 byte values, so that padding matters."""
+    lengths = torch.randint(0, 41, (5,), generator=generator).tolist()
+    return {
+        name: torch.randint(0, 256, (length * dtype.itemsize,), generator=generator).to(torch.uint8).view(dtype)
+        if dtype != torch.bool
+        else torch.rand(length, generator=generator) > 0.5
+        for (name, dtype), length in zip(DTYPES.items(), lengths)
+    }
+
+
+def assert_same(received: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
+    """Equal bits (random floats hold NaNs), dtypes and order."""
+    assert len(received) == len(expected)
+    for a, b in zip(received, expected):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert a[name].dtype == b[name].dtype and a[name].shape == b[name].shape
+            assert torch.equal(a[name].contiguous().view(torch.uint8), b[name].contiguous().view(torch.uint8))
+
+
+def compare_with_pickled_objects(num_sequences: tuple[int, ...], receivers: str, one_host: bool) -> None:
+    """Exchanges random sequences three times and compares with all_gather_object, the slow reference."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if not one_host:
+        exchange_module._host_key = lambda: rank % 2
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        sequences = [random_sequence(generator) for _ in range(num_sequences[rank])]
+        destination = {
+            "random": torch.randint(0, world_size, (len(sequences),), generator=generator).tolist(),
+            "last": [world_size - 1] * len(sequences),
+            "self": [rank] * len(sequences),
+        }[receivers]
+        everything = [None] * world_size
+        dist.all_gather_object(everything, (sequences, destination))
+        expected = [s for sent, to in everything for s, receiver in zip(sent, to) if receiver == rank]
+        assert_same(exchange(sequences, destination), expected)
+
+
+@pytest.mark.parametrize("one_host", [True, False], ids=["shared memory", "all to all"])
+@pytest.mark.parametrize(
+    "num_sequences, receivers",
+    [((7, 12), "random"), ((5, 0, 9), "random"), ((3, 8, 1, 20), "random")]
+    + [((0, 0), "random"), ((30, 0), "last"), ((0, 30), "last"), ((4, 6), "self"), ((6, 6, 6), "last")],
+)
+def test_received_sequences_are_ordered_by_source_rank_then_position(num_sequences, receivers, one_host):
+    """Ragged, empty and one-sided loads; some ranks have no sequence and so do not know the fields."""
+    run_ranks(len(num_sequences), compare_with_pickled_objects, num_sequences, receivers, one_host)
+
+
+def test_a_sequence_of_zero_tokens_arrives():
+    def swap():
+        received = exchange([{"tokens": torch.zeros(0, dtype=torch.int64)}] * 2, [1 - dist.get_rank()] * 2)
+        return [s["tokens"].tolist() for s in received]
+
+    assert run_ranks(2, swap) == [[[], []], [[], []]]
+
+
+def test_a_subgroup_exchanges_by_its_own_ranks():
+    def swap():
+        pair = dist.new_group([1, 2])
+        if dist.get_rank() == 0:
+            return None
+        group_rank = dist.get_rank(pair)
+        sent = [{"tokens": torch.tensor([10 * dist.get_rank()])}]
+        return exchange(sent, [1 - group_rank], pair)[0]["tokens"].item()
+
+    assert run_ranks(3, swap) == [None, 20, 10]
+
+
+def test_without_a_process_group_and_on_one_rank_the_result_is_the_input():
+    sequences = [{"tokens": torch.arange(3)}, {"tokens": torch.arange(5)}]
+    assert_same(exchange(sequences, [0, 0]), sequences)
+    run_ranks(1, lambda: assert_same(exchange(sequences, [0, 0]), sequences))
+
+
+def test_keys_may_come_in_another_order_on_another_rank_and_in_another_sequence():
+    def swap():
+        a, b = torch.tensor([1]), torch.tensor([2.0])
+        pairs = [{"a": a, "b": b}, {"b": b, "a": a}]
+        sent = pairs if dist.get_rank() == 0 else pairs[::-1]
+        return [(s["a"].item(), s["b"].item()) for s in exchange(sent, [1 - dist.get_rank()] * 2)]
+
+    assert run_ranks(2, swap) == [[(1, 2.0)] * 2] * 2
+
+
+def test_the_payload_is_never_pickled():
+    def swap():
+        refuse = Mock(side_effect=AssertionError("pickled"))
+        with (
+            patch.multiple(pickle, dump=refuse, dumps=refuse, Pickler=refuse, load=refuse, loads=refuse),
+            patch.multiple(dist.distributed_c10d, _pickler=refuse, _unpickler=refuse),
+        ):
+            with pytest.raises(AssertionError, match="pickled"):
+                dist.all_gather_object([None, None], "the patch works")
+            return len(exchange([{"tokens": torch.arange(100)}], [1 - dist.get_rank()])[0]["tokens"])
+
+    assert run_ranks(2, swap) == [100, 100]
+
+
+def test_received_tensors_keep_their_values_through_later_exchanges_and_writes_by_others():
+    def swap():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+
+        def step(value: int) -> list[dict[str, Tensor]]:
+            return exchange([{"x": torch.full((50,), value)} for _ in range(world_size)], list(range(world_size)))
+
+        held = step(10 + rank)
+        for value in range(20, 30):
+            step(value)
+        dist.barrier()
+        assert [s["x"].tolist() for s in held] == [[10 + source] * 50 for source in range(world_size)]
+        for s in held:
+            s["x"].fill_(rank)
+        dist.barrier()
+        assert all((s["x"] == rank).all() for s in held)
+
+    run_ranks(3, swap)
+
+
+def test_the_segment_is_written_again_only_when_no_rank_holds_a_tensor_of_it():
+    def swap():
+        def step(holder: int) -> tuple[mmap.mmap, list]:
+            received = exchange([{"x": torch.arange(9)}, {"x": torch.arange(5)}], [1 - dist.get_rank()] * 2)
+            held = [received[1]["x"][2:3]] if dist.get_rank() == holder else []
+            return exchange_module._segments[dist.group.WORLD][0], held
+
+        first, held = step(holder=-1)
+        second, held = step(holder=1)
+        third, _ = step(holder=-1)  # rank 1 still holds one element of the second
+        assert (second is first, third is first) == (True, False)
+        assert held == [] or held[0].item() == 2
+
+    run_ranks(2, swap)
+
+
+def test_a_larger_batch_gets_a_larger_segment_and_a_smaller_one_reuses_it():
+    def swap():
+        sizes = []
+        for length in (100, 1000, 10):
+            exchange([{"x": torch.arange(length)}], [1 - dist.get_rank()])
+            sizes.append(len(exchange_module._segments[dist.group.WORLD][0]))
+        return sizes
+
+    (small, large, again), other = run_ranks(2, swap)
+    assert [small, large, again] == other
+    assert small >= 2 * 800 and large >= 2 * 8000 and again == large
+
+
+@pytest.mark.parametrize(
+    "sequences, destination, message",
+    [
+        ([{"x": torch.arange(3)}], [], "1 sequences but 0 destinations"),
+        ([{"x": torch.arange(3)}], [1], "destination 1 is no rank"),
+        ([{"x": torch.arange(3)}], [-1], "destination -1 is no rank"),
+        ([{"x": torch.arange(3)}, {"y": torch.arange(3)}], [0, 0], "other keys"),
+        ([{"x": torch.arange(3)}, {"x": torch.zeros(3)}], [0, 0], "one dtype"),
+        ([{"x": torch.zeros(3, 2)}], [0], "1-D"),
+        ([{"x": torch.zeros(3, device="meta")}], [0], "on the CPU"),
+    ],
+)
+def test_invalid_sequences_are_refused(sequences, destination, message):
+    with pytest.raises(ValueError, match=message):
+        exchange(sequences, destination)
+
+
+def test_ranks_with_different_fields_are_all_told():
+    def swap():
+        name = "tokens" if dist.get_rank() == 0 else "token_ids"
+        with pytest.raises(ValueError, match="ranks differ in keys or dtypes"):
+            exchange([{name: torch.arange(3)}], [0])
+        return True
+
+    assert run_ranks(2, swap) == [True, True]
+
+
+def test_a_segment_that_does_not_fit_says_on_all_ranks_how_much_room_there_is_and_the_next_one_works():
+    shm = os.statvfs("/dev/shm")
+    too_many = shm.f_blocks * shm.f_frsize // 8 + 1  # int64 values: more than /dev/shm could ever hold
+
+    def swap():
+        peer = 1 - dist.get_rank()
+        x = torch.zeros(1, dtype=torch.int64).expand(too_many if dist.get_rank() == 0 else 1)
+        with pytest.raises(ValueError, match=r"needs [\d,.]+ MB and /dev/shm has room for [\d,.]+ MB: enlarge it"):
+            exchange([{"x": x}], [peer])
+        return exchange([{"x": torch.tensor([5 + peer])}], [peer])[0]["x"].item()
+
+    assert run_ranks(2, swap) == [5, 6]
+
+
+@pytest.mark.parametrize("ending", ["normal", "exception", "sigkill"])
+def test_no_segment_is_left_after_a_normal_end_an_exception_or_sigkill(ending):
+    """The killed rank holds a segment of 256 MB and is half way through its message."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        room_before = os.statvfs(directory).f_bfree * os.statvfs(directory).f_frsize
+        foreign = Path(directory) / "of_another_job"
+        foreign.write_text("keep")
+
+        def swap():
+            exchange_module.SHARED_MEMORY = directory
+            write = exchange_module._write
+
+            def write_half(parts, buffer):
+                write(parts[:3], buffer)
+                if dist.get_rank() == 1 and ending == "sigkill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if dist.get_rank() == 1 and ending == "exception":
+                    raise RuntimeError("in the middle")
+
+            if ending != "normal":
+                exchange_module._write = write_half
+            exchange([{"x": torch.zeros(1, dtype=torch.int64).expand(1 << 24)}], [1 - dist.get_rank()])
+
+        if ending == "normal":
+            run_ranks(2, swap)
+        else:
+            with pytest.raises(RuntimeError, match="in the middle" if ending == "exception" else "signal 9"):
+                run_ranks(2, swap)
+        assert os.listdir(directory) == ["of_another_job"] and foreign.read_text() == "keep"
+        room = os.statvfs(directory).f_bfree * os.statvfs(directory).f_frsize
+        assert room > room_before - (1 << 27)  # half the segment: others use /dev/shm too
