@@ -217,27 +217,37 @@ def test_a_segment_that_does_not_fit_says_on_all_ranks_how_much_room_there_is_an
     assert run_ranks(2, swap) == [5, 6]
 
 
+@pytest.mark.parametrize("moment", ["made", "written"])
 @pytest.mark.parametrize("ending", ["normal", "exception", "sigkill"])
-def test_no_segment_is_left_after_a_normal_end_an_exception_or_sigkill(ending):
-    """The killed rank holds a segment of 256 MB and is half way through its message."""
+def test_no_segment_is_left_after_a_normal_end_an_exception_or_sigkill(ending, moment):
+    """The failing rank has just made a segment of 256 MB, or is half way through its message. A foreign file stays."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        room_before = os.statvfs(directory).f_bfree * os.statvfs(directory).f_frsize
         foreign = Path(directory) / "of_another_job"
         foreign.write_text("keep")
+        room_before = os.statvfs(directory).f_bfree * os.statvfs(directory).f_frsize
+        broadcast, write = dist.broadcast, exchange_module._write
+
+        def end(rank: int) -> None:
+            if dist.get_rank() == rank and ending == "sigkill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if dist.get_rank() == rank and ending == "exception":
+                raise RuntimeError("in the middle")
+
+        def broadcast_and_end(*args, **kwargs):
+            end(rank=0)  # the one that makes the segment
+            broadcast(*args, **kwargs)
+
+        def write_half_and_end(parts, buffer):
+            write(parts[:3], buffer)
+            end(rank=1)
+            write(parts, buffer)
 
         def swap():
             exchange_module.SHARED_MEMORY = directory
-            write = exchange_module._write
-
-            def write_half(parts, buffer):
-                write(parts[:3], buffer)
-                if dist.get_rank() == 1 and ending == "sigkill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if dist.get_rank() == 1 and ending == "exception":
-                    raise RuntimeError("in the middle")
-
-            if ending != "normal":
-                exchange_module._write = write_half
+            if moment == "made":
+                dist.broadcast = broadcast_and_end
+            else:
+                exchange_module._write = write_half_and_end
             exchange([{"x": torch.zeros(1, dtype=torch.int64).expand(1 << 24)}], [1 - dist.get_rank()])
 
         if ending == "normal":
@@ -247,4 +257,4 @@ def test_no_segment_is_left_after_a_normal_end_an_exception_or_sigkill(ending):
                 run_ranks(2, swap)
         assert os.listdir(directory) == ["of_another_job"] and foreign.read_text() == "keep"
         room = os.statvfs(directory).f_bfree * os.statvfs(directory).f_frsize
-        assert room > room_before - (1 << 27)  # half the segment: others use /dev/shm too
+        assert room > room_before - (1 << 27)  # half of the segment: others use /dev/shm too
