@@ -1,36 +1,38 @@
 """Sequences between the ranks of a host through shared memory, without pickling.
 
-The problem. After scoring, sequences move: `packing.balance` gives rank 3 a sequence that rank 0 sampled. The obvious
-`dist.all_gather_object` pickles every tensor, sends the bytes through sockets, and unpickles them: 64 MB between two ranks of
-one host take hundreds of milliseconds. A copy of 64 MB takes ten. Both ranks see the same RAM, so one copy should be all.
+The problem. After scoring, sequences move: the balanced layout gives rank 3 a sequence that rank 0 sampled. The obvious
+`dist.all_gather_object` pickles every tensor, sends the bytes through sockets and unpickles them: 64 MB between two
+ranks of one host take 0.4 s as 32 tensors and 5 s as 15,000. A copy of 64 MB takes 10 ms. Both ranks see the same RAM,
+so one copy should be all.
 
-How it works. Everything a rank sends to another is one message; the messages lie in one segment of shared memory, receiver by
-receiver. With 2 ranks, where rank 0 sends two sequences {"tokens": [5, 6, 7]} and {"tokens": [8]} to rank 1:
+How it works. All that a rank sends to another is one message; the messages lie in one segment of shared memory,
+receiver by receiver. With 2 ranks, where rank 0 sends {"tokens": [5, 6, 7]} and {"tokens": [8]} to rank 1:
 
     segment   | messages for rank 0 | messages for rank 1                                                 |
     message   | 2 sequences, 19 bytes of names | {"tokens": "int64"}  | 3 1 (lengths)    | 5 6 7 8           |
-                int64 [2]                        JSON, padded to 8 B    int64 [F * n]      a block a field
+                int64 [2]                        JSON, padded to 8 B    int64 [F, n]       one block per field
 
-    1. Agree    all-gather of one small row a rank: its host, and how many bytes go to whom. From the table each rank
+    1. Agree    all-gather of one small row per rank: its host, and how many bytes go to whom. From this table each rank
                 computes where each message starts; nobody needs to ask.
     2. Write    each rank concatenates its tensors straight into its places in the segment. This is the one copy.
-    3. Barrier  then each rank cuts its received messages into tensors that are views of the segment. Nothing is copied.
+    3. Barrier  then each rank cuts its messages into tensors that are views of the segment. Nothing is copied.
 
-The segment has no name. Rank 0 makes it as an unnamed file in /dev/shm, the others open it through /proc/PID/fd, and all map
-it. The kernel frees it with the last mapping, so a normal end, an exception and SIGKILL leave nothing behind, and there is
-nothing that a next start has to clean up or could take from another job. The segment is kept and written again by the next
-exchange, since fresh pages (faults, zeroing) cost three times as much as the copy itself. Received tensors are views of it, so
-each rank reports in step 1 whether it still holds one; if any does, a new segment is made, and the old one lives as long as
-its tensors.
+The segment has no name. Rank 0 makes it as an unnamed file in /dev/shm, the others open it through /proc/PID/fd, all map
+it. The kernel frees it with the last mapping, so a normal end, an exception and SIGKILL leave nothing behind, and there
+is nothing that a next start has to clean up or could take from another job. The segment is kept and written again by
+the next exchange, since fresh pages (faults, zeroing) cost three times as much as the copy itself. Received tensors are
+views of it, so each rank reports in step 1 whether it still holds one; if any does, a new segment is made, and the old
+one lives as long as its tensors.
 
-Ranks on several hosts (or in containers that cannot see each other's processes) send the same messages by one all-to-all.
+Ranks on several hosts (or in containers that do not see each other's processes) send the messages by one all-to-all.
 
 Shapes: a sequence is a dict of 1-D CPU tensors [T_field]; F fields, n sequences in a message, W ranks in the group.
 
-What we give up: a group that spans hosts uses the network also between ranks of one host; the segment stays as large as the
-largest batch so far; the two small collectives over gloo take half a millisecond, so tiny loads gain little; a forked child
-does not count as a holder of received tensors; Linux only. Production systems (Ray's Plasma store, vLLM's shared-memory
-broadcast) keep named arenas with an allocator, a server or a resource tracker, and code that cleans up after crashes.
+What we give up: a group that spans hosts uses the network also between ranks of one host; the segment stays as large as
+the largest batch so far; the two small collectives over gloo take half a millisecond, so tiny loads gain little; a
+forked child does not count as a holder of received tensors; Linux only. Production systems (Ray's Plasma store, vLLM's
+shared-memory broadcast) keep named arenas with an allocator, a server or a resource tracker, and code that cleans up
+after crashes.
 """
 
 import contextlib
@@ -50,7 +52,7 @@ from torch import Tensor
 
 SHARED_MEMORY = "/dev/shm"
 
-# The segment of each group, and a weak reference to the part of it that this rank received last: dead = free to write again.
+# The segment of each group, and a weak reference to the view of it that the tensors received last share: dead = none left.
 _segments: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -58,13 +60,13 @@ _segments: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 def exchange(
     sequences: list[dict[str, Tensor]], destination: Sequence[int], group: dist.ProcessGroup | None = None
 ) -> list[dict[str, Tensor]]:
-    """The sequences that all ranks of the group destined for this one, ordered by source rank, then as in the source's list.
+    """The sequences that all ranks of the group destined for this one, by source rank, then as in the source's list.
 
-    sequences: dicts of 1-D CPU tensors. All sequences of all ranks have the same keys and dtypes; lengths are free, also
-    between the keys of one sequence. destination[i] is the group rank that gets sequences[i]. Collective; the group needs a
-    backend for CPU tensors. Sequences that stay on their rank are passed through as they are; the others arrive as
-    detached views of memory that no other rank reads or writes. Without a process group the result is the input.
-    Raises ValueError if the sequences or destinations are invalid, or, on all ranks, if the segment does not fit.
+    sequences: dicts of 1-D CPU tensors [T]. All sequences of all ranks have the same keys and dtypes; lengths are free,
+    also between the keys of one sequence. destination[i] is the group rank that gets sequences[i]. Collective; the
+    group needs a backend for CPU tensors. Sequences that stay on their rank are passed through as they are; the others
+    arrive as detached views of memory that no other rank reads or writes. Without a group the result is the input.
+    ValueError if sequences or destinations are invalid, or, on all ranks, if the segment does not fit.
     """
     rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     fields = _check(sequences, destination, world_size)
@@ -100,24 +102,25 @@ def _check(sequences: list[dict[str, Tensor]], destination: Sequence[int], world
     if wrong := [receiver for receiver in destination if not 0 <= receiver < world_size]:
         raise ValueError(f"exchange: destination {wrong[0]} is no rank of the group: use 0 to {world_size - 1}")
     names = sequences[0].keys() if sequences else ()
-    if any(sequence.keys() != names for sequence in sequences):
-        raise ValueError(f"exchange: a sequence has other keys than the first, {list(names)}: give all the same keys")
+    if any(not sequence or sequence.keys() != names for sequence in sequences):
+        raise ValueError(f"exchange: a sequence has no keys or other keys than the first, {list(names)}: make them equal")
     fields = {}
     for name in names:
         kinds = {(sequence[name].dtype, sequence[name].ndim, sequence[name].device.type) for sequence in sequences}
         dtype, ndim, device = kinds.pop()
         if kinds or ndim != 1 or device != "cpu":
-            raise ValueError(f"exchange: {name!r} must be 1-D, on the CPU and of one dtype in all sequences: convert it")
+            raise ValueError(f"exchange: {name!r} must be 1-D, on the CPU and of one dtype everywhere: convert it first")
         fields[name] = str(dtype).removeprefix("torch.")
     return fields
 
 
 @functools.cache
 def _host_key() -> int:
-    """Equal on two ranks if one can open the other's files through /proc: the same kernel and the same process namespace."""
+    """Equal on two ranks if one can open the other's files through /proc: same kernel, same process namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot_id = file.read()
-    return zlib.crc32(f"{boot_id} {os.stat('/proc/self/ns/pid').st_ino}".encode())
+    # The name too: virtual machines that were cloned while running have equal boot ids.
+    return zlib.crc32(f"{os.uname().nodename} {boot_id} {os.stat('/proc/self/ns/pid').st_ino}".encode())
 
 
 def _schema_key(fields: dict[str, str]) -> int:
@@ -137,19 +140,20 @@ def _all_gather(row: list[int], group: dist.ProcessGroup) -> list[list[int]]:
     return [row.tolist() for row in rows]
 
 
-def _parts(sequences: list[dict[str, Tensor]], fields: dict[str, str]) -> list[list[Tensor]]:
-    """A message before it is written: its parts in order, each a list of tensors of one dtype to be concatenated."""
+def _parts(sequences: list[dict[str, Tensor]], fields: dict[str, str]) -> list[tuple[list[Tensor], int]]:
+    """A message before it is written: its parts, each the tensors to be concatenated and the bytes that they fill."""
     if not sequences:
         return []
     names = torch.frombuffer(bytearray(json.dumps(fields), "ascii"), dtype=torch.uint8)
-    header = torch.tensor([len(sequences), len(names)])
-    values = [[sequence[name] for sequence in sequences] for name in fields]
-    lengths = torch.tensor([x.numel() for column in values for x in column], dtype=torch.int64)
-    return [[header], [names], [lengths], *values]
+    columns = [[sequence[name] for sequence in sequences] for name in fields]
+    lengths = torch.tensor([[x.numel() for x in column] for column in columns])  # [F, n]
+    values_bytes = [n * column[0].itemsize for n, column in zip(lengths.sum(1).tolist(), columns)]
+    heads = [torch.tensor([len(sequences), len(names)]), names, lengths.flatten()]
+    return [([head], head.nbytes) for head in heads] + list(zip(columns, values_bytes))
 
 
-def _num_bytes(parts: list[list[Tensor]]) -> int:
-    return sum(_padded(sum(x.numel() for x in part) * part[0].itemsize) for part in parts)
+def _num_bytes(parts: list[tuple[list[Tensor], int]]) -> int:
+    return sum(_padded(part_bytes) for _, part_bytes in parts)
 
 
 def _padded(num_bytes: int) -> int:
@@ -157,13 +161,12 @@ def _padded(num_bytes: int) -> int:
     return (num_bytes + 7) // 8 * 8
 
 
-def _write(parts: list[list[Tensor]], buffer: Tensor) -> None:
+def _write(parts: list[tuple[list[Tensor], int]], buffer: Tensor) -> None:
     """Writes a message to the start of buffer (uint8)."""
     start = 0
-    for part in parts:
-        end = start + sum(x.numel() for x in part) * part[0].itemsize
-        torch.cat(part, out=buffer[start:end].view(part[0].dtype))
-        start = _padded(end)
+    for tensors, part_bytes in parts:
+        torch.cat(tensors, out=buffer[start : start + part_bytes].view(tensors[0].dtype))
+        start += _padded(part_bytes)
 
 
 def _read(message: Tensor) -> list[dict[str, Tensor]]:
@@ -187,7 +190,10 @@ def _read(message: Tensor) -> list[dict[str, Tensor]]:
 
 
 def _swap_in_segment(
-    outgoing: list[list[list[Tensor]]], num_bytes: list[list[int]], free_bytes: int, group: dist.ProcessGroup
+    outgoing: list[list[tuple[list[Tensor], int]]],
+    num_bytes: list[list[int]],
+    free_bytes: int,
+    group: dist.ProcessGroup,
 ) -> Tensor:
     """The messages for this rank, by source, after all ranks have written theirs to the segment (uint8)."""
     rank = dist.get_rank(group)
@@ -210,7 +216,7 @@ def _swap_in_segment(
 
 
 def _new_segment(num_bytes: int, group: dist.ProcessGroup) -> mmap.mmap:
-    """An unnamed file in shared memory, mapped by all ranks of the group. ValueError on all of them if it does not fit."""
+    """An unnamed file in shared memory, mapped by all ranks of the group. ValueError on all if it does not fit."""
     _barrier(group)  # all ranks have dropped the old segment: its pages count as room for the new one
     place = torch.zeros(3, dtype=torch.int64)
     with contextlib.ExitStack() as stack:
@@ -244,7 +250,7 @@ def _barrier(group: dist.ProcessGroup) -> None:
 
 
 def _swap_by_all_to_all(
-    outgoing: list[list[list[Tensor]]], num_bytes: list[list[int]], group: dist.ProcessGroup
+    outgoing: list[list[tuple[list[Tensor], int]]], num_bytes: list[list[int]], group: dist.ProcessGroup
 ) -> Tensor:
     """The messages for this rank, by source, through the network (uint8)."""
     rank = dist.get_rank(group)

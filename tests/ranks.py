@@ -1,7 +1,7 @@
 """Several ranks in one test: `run_ranks(4, fn)` runs fn in 4 processes joined by gloo and returns the 4 results.
 
-The processes are forked, so that fn may be a closure and torch need not be imported again; they run torch on one thread,
-because OpenMP does not survive a fork. The parent must not have touched a GPU. A test calls it like this:
+The processes are forked, so that fn may be a closure and torch need not be imported again; they run torch on one
+thread, because OpenMP does not survive a fork. The parent must not have touched a GPU. A test calls it like this:
 
     def total() -> float:
         x = torch.full((), dist.get_rank() + 1.0)
@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """[fn(*args) on rank 0, on rank 1, ...]. The exception of the rank that failed first is raised again here, with that
-    rank's traceback as a note; after timeout_s it is a TimeoutError. No process is left behind either way."""
+    """[fn(*args) on rank 0, on rank 1, ...]. The exception of the rank that failed first is raised again here, with
+    that rank's traceback as a note; after timeout_s it is a TimeoutError. No process is left behind either way."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as directory:
         port = _free_port()
