@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Two machines of eight GPUs: sbatch examples/slurm.sh. One launch.sh on each starts a rank per GPU.
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+set -euo pipefail
+export NNODES=$SLURM_NNODES
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))    # two jobs that share a machine need two ports
+bash launch.sh python -c ""                             # installs once, before all machines want to
+srun bash -c 'NODE_RANK=$SLURM_NODEID exec bash launch.sh grpo.py "$@"' -- "$@"

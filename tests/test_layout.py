@@ -1,0 +1,162 @@
+"""The shape of the project: which files there are, what they import and how long they are; importing has no effect."""
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ENTRIES = {"grpo", "ppo", "hybrid"}
+MECHANISMS = {"data", "rollout", "rewards", "advantages", "packing", "losses", "model", "attention", "logprobs",
+              "reshard", "comms", "exchange", "offload", "checkpoint", "metrics", "autotune"}
+OTHER_FILES = {"launch.sh", "README.md", "pyproject.toml", "LICENSE"}
+FOLDERS = {"tests", "examples", "benchmarks"}
+THIRD_PARTY = {"vllm", "transformers", "safetensors", "tyro", "wandb", "datasets", "pyarrow", "pandas", "matplotlib",
+               "math_verify", "accelerate", "gguf", "huggingface_hub", "tokenizers", "pynvml", "peft", "flash_attn"}
+
+PRESENT = sorted(path.stem for path in ROOT.glob("*.py"))
+TREES = {name: ast.parse((ROOT / f"{name}.py").read_text()) for name in PRESENT}
+every_file = pytest.mark.parametrize("name", PRESENT)
+
+
+def imports(nodes):
+    """The names of the top packages that the nodes import, with line numbers."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.split(".")[0], node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or ".").split(".")[0], node.lineno
+
+
+def at_import(node):
+    """The nodes that run when the file is imported: all but the bodies of functions, and blocks for type checkers."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from at_import(child)
+
+
+def functions(tree):
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+def is_text(node):
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def test_the_root_holds_the_files_of_the_design_and_nothing_else():
+    shown = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    top = {name.split("/")[0] for name in shown if not name.startswith(".")} | {f"{name}.py" for name in PRESENT}
+    allowed = {f"{name}.py" for name in ENTRIES | MECHANISMS} | OTHER_FILES | FOLDERS
+    assert top <= allowed, sorted(top - allowed)
+
+
+@every_file
+def test_no_root_file_imports_another_except_the_entry_scripts(name):
+    mine = ENTRIES if name in ENTRIES else ENTRIES | MECHANISMS
+    found = [(package, line) for package, line in imports(ast.walk(TREES[name])) if package in mine | {"tests", "."}]
+    assert not found
+
+
+@every_file
+def test_importing_a_file_needs_the_standard_library_and_torch_alone(name):
+    own = MECHANISMS | {"tyro", "examples"} if name in ENTRIES else set()    # an entry has a command line
+    allowed = sys.stdlib_module_names | own | (set() if name == "rewards" else {"torch"})
+    assert not [found for found in imports(at_import(TREES[name])) if found[0] not in allowed]
+
+
+def test_each_file_imports_in_a_fresh_interpreter_without_the_packages_and_changes_nothing():
+    program = f"""
+import importlib, logging, os, random, sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {THIRD_PARTY!r}:
+            raise ImportError(name + " is imported at the top")
+sys.meta_path.insert(0, Blocked())
+names = {[name for name in PRESENT if name in MECHANISMS]!r}
+if "rewards" in names:
+    importlib.import_module("rewards")
+    assert "torch" not in sys.modules, "rewards.py imports torch: its worker processes must start fast"
+import torch, torch.distributed.fsdp, torch.distributed.checkpoint
+def state():
+    handlers = [logging.getLogger(name).handlers for name in (None, "torch", "vllm", "transformers")]
+    return (dict(os.environ), list(sys.path), str(handlers), torch.get_default_dtype(), torch.get_num_threads(),
+            torch.is_grad_enabled(), torch.initial_seed(), random.getstate())
+for name in names:
+    before = state()
+    importlib.import_module(name)
+    assert state() == before, name + ".py does something on import"
+"""
+    job = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert job.returncode == 0, job.stderr
+
+
+@every_file
+def test_files_and_functions_fit_their_budgets(name):
+    text = (ROOT / f"{name}.py").read_text()
+    limit = 320 if name in ENTRIES else 400
+    assert len(text.splitlines()) <= limit, f"over {limit} lines: is it two concepts?"
+    long = {node.name: node.end_lineno - node.lineno + 1 for node in functions(TREES[name])}
+    assert not {key: size for key, size in long.items() if size > (110 if key == "main" else 50)}
+
+
+@pytest.mark.parametrize("path", sorted(p for f in ("*.py", "*.sh", "tests/*.py", "examples/*", "benchmarks/*.py")
+                                        for p in ROOT.glob(f) if p.is_file()), ids=lambda p: str(p.relative_to(ROOT)))
+def test_lines_are_ascii_and_at_most_120_columns_without_banners_or_reminders(path):
+    lines = list(enumerate(path.read_text(encoding="utf-8").splitlines(), 1))
+    assert not [number for number, line in lines if len(line) > 120 or not line.isascii()]
+    marks = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b|^\s*#.*[-=#*~]{4}")
+    assert not [number for number, line in lines if marks.search(line)]
+
+
+@every_file
+def test_there_is_one_statement_on_a_line(name):
+    statements = [node for node in ast.walk(TREES[name]) if isinstance(node, ast.stmt)]
+    lines = [node.lineno for node in statements if ast.unparse(node) != "..."]    # the body of a Protocol's method
+    assert not {line for line in lines if lines.count(line) > 1}
+
+
+@every_file
+def test_the_file_and_its_public_functions_and_classes_have_docstrings(name):
+    tree = TREES[name]
+    assert ast.get_docstring(tree), "the lesson of the file"
+    public = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_"]
+    missing = {node.name for node in public if not ast.get_docstring(node)}
+    assert not {each for each in missing - {"main", "Args"} if not each.endswith("Config")}    # told field by field
+
+
+@every_file
+def test_each_file_has_its_tests(name):
+    assert (ROOT / "tests" / f"test_{name}.py").exists()
+
+
+@every_file
+def test_each_configuration_field_has_its_help_below_it(name):
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.ClassDef) and (node.name == "Args" or node.name.endswith("Config")):
+            fields = [(field, text) for field, text in zip(node.body, [*node.body[1:], None])
+                      if isinstance(field, ast.AnnAssign) and not ast.unparse(field.annotation).endswith("Config")]
+            assert not [ast.unparse(field) for field, text in fields if not is_text(text)]
+            assert any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list), node.name
+
+
+@every_file
+def test_errors_are_caught_by_name(name):
+    if name == "rewards":    # a user's own reward function may raise anything; it is counted and shown
+        return
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.ExceptHandler):
+            caught = ast.unparse(node.type) if node.type else "everything"
+            assert not re.search(r"\b(everything|Exception|BaseException)\b", caught), f"line {node.lineno}"
+
+
+def test_launch_and_examples_are_short():
+    assert len((ROOT / "launch.sh").read_text().splitlines()) <= 200
+    for path in (ROOT / "examples").glob("*.sh"):
+        assert len(path.read_text().splitlines()) <= 15, path.name
