@@ -17,12 +17,12 @@ receiver by receiver. With 2 ranks, where rank 0 sends {"tokens": [5, 6, 7]} and
     2. Write    each rank concatenates its tensors straight into its places in the segment. This is the one copy.
     3. Barrier  then each rank cuts its messages into tensors that are views of the segment. Nothing is copied.
 
-The segment has no name. Rank 0 makes it as an unnamed file in /dev/shm, the others open it through /proc/PID/fd, all map
-it. The kernel frees it with the last mapping, so a normal end, an exception and SIGKILL leave nothing behind, and there
-is nothing that a next start has to clean up or could take from another job. The segment is kept and written again by
-the next exchange, since fresh pages (faults, zeroing) cost three times as much as the copy itself. Received tensors are
-views of it, so each rank reports in step 1 whether it still holds one; if any does, a new segment is made, and the old
-one lives as long as its tensors.
+The segment has no name. Rank 0 makes it as an unnamed file in /dev/shm, the others open it through /proc/PID/fd, all
+map it. The kernel frees it with the last mapping, so a normal end, an exception and SIGKILL leave nothing behind, and
+there is nothing that a next start has to clean up or could take from another job. The segment is kept and written again
+by the next exchange, since fresh pages (faults, zeroing) cost three times as much as the copy itself. Received tensors
+are views of it, so each rank reports in step 1 whether it still holds one; if any does, a new segment is made, and the
+old one lives as long as its tensors.
 
 Ranks on several hosts (or in containers that do not see each other's processes) send the messages by one all-to-all.
 
@@ -52,7 +52,7 @@ from torch import Tensor
 
 SHARED_MEMORY = "/dev/shm"
 
-# The segment of each group, and a weak reference to the view of it that the tensors received last share: dead = none left.
+# The segment of each group, and a weak reference to the view of it that the received tensors share: dead = none left.
 _segments: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -103,13 +103,13 @@ def _check(sequences: list[dict[str, Tensor]], destination: Sequence[int], world
         raise ValueError(f"exchange: destination {wrong[0]} is no rank of the group: use 0 to {world_size - 1}")
     names = sequences[0].keys() if sequences else ()
     if any(not sequence or sequence.keys() != names for sequence in sequences):
-        raise ValueError(f"exchange: a sequence has no keys or other keys than the first, {list(names)}: make them equal")
+        raise ValueError(f"exchange: all sequences need the same keys, at least one; the first has {list(names)}")
     fields = {}
     for name in names:
         kinds = {(sequence[name].dtype, sequence[name].ndim, sequence[name].device.type) for sequence in sequences}
         dtype, ndim, device = kinds.pop()
         if kinds or ndim != 1 or device != "cpu":
-            raise ValueError(f"exchange: {name!r} must be 1-D, on the CPU and of one dtype everywhere: convert it first")
+            raise ValueError(f"exchange: {name!r} must be 1-D, on the CPU and everywhere of one dtype: convert it")
         fields[name] = str(dtype).removeprefix("torch.")
     return fields
 

@@ -27,7 +27,7 @@ DTYPES = {
 
 
 def random_sequence(generator: torch.Generator) -> dict[str, Tensor]:
-    """Five fields of five dtypes and five lengths from 0 to 40; values of 1, 2, 4 and 8 bytes, so that padding matters."""
+    """Five fields of five dtypes and five lengths from 0 to 40; values of 1 to 8 bytes, so that padding matters."""
     lengths = torch.randint(0, 41, (5,), generator=generator).tolist()
     return {
         name: torch.randint(0, 256, (length * dtype.itemsize,), generator=generator).to(torch.uint8).view(dtype)
@@ -182,9 +182,9 @@ def test_a_larger_batch_gets_a_larger_segment_and_a_smaller_one_reuses_it():
         ([{"x": torch.arange(3)}], [], "1 sequences but 0 destinations"),
         ([{"x": torch.arange(3)}], [1], "destination 1 is no rank"),
         ([{"x": torch.arange(3)}], [-1], "destination -1 is no rank"),
-        ([{"x": torch.arange(3)}, {"y": torch.arange(3)}], [0, 0], "other keys than the first"),
+        ([{"x": torch.arange(3)}, {"y": torch.arange(3)}], [0, 0], "the same keys"),
         ([{"x": torch.arange(3)}, {"x": torch.zeros(3)}], [0, 0], "one dtype"),
-        ([{}, {}], [0, 0], "no keys"),
+        ([{}, {}], [0, 0], "at least one"),
         ([{"x": torch.zeros(3, 2)}], [0], "1-D"),
         ([{"x": torch.zeros(3, device="meta")}], [0], "on the CPU"),
     ],
