@@ -1,0 +1,178 @@
+"""Group advantages, generalised advantage estimation, and a cache that cannot return yesterday's advantages.
+
+The problem. A reward says how good a response is; the gradient needs how much better it is than expected. GRPO compares
+each response with its siblings: G samples of one prompt form a group, and no critic is needed. PPO asks a critic, token by
+token. Both are a few lines, and both go wrong in silence: statistics over the whole batch instead of the group (every answer
+to an easy prompt looks good), a NaN from the deviation of identical rewards, a reward that lands on a pad.
+
+How it works. Groups are rows of a matrix [P, G], P prompts and G samples per prompt, so that a group cannot be torn:
+    rewards             1 1 1 1            0 0 0 1
+    baseline group      0 0 0 0            -.25 -.25 -.25 .75        (GRPO without std = Dr. GRPO)
+    / std (ddof 1)      0 0 0 0            -.5 -.5 -.5 1.5           (GRPO)
+    leave_one_out       0 0 0 0            -.33 -.33 -.33 1          (RLOO: baseline is the mean of the others)
+    batch               .375 (x4)          -.625 (x3) .375           (REINFORCE with the batch mean)
+A group without spread gives exactly 0: its deviations are 0 before anything is divided.
+
+GAE runs backwards over the response tokens of each sequence in a packed row; masked tokens between two response tokens
+(a tool's output) are no transitions and are skipped. The value after the last response token is 0.
+    delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        return_t = A_t + V_t
+    rewards 0 0 1, values 0, gamma 1, lam .5   ->   A = .25 .5 1
+
+Shapes: P prompts, G samples per prompt, N tokens in a row, S sequences in a row.
+What we give up: GAE is a host loop over the longest response, vectorised over sequences; a scan kernel would be faster for very
+long responses. For 512 responses of 1,024 tokens it is under 50 ms, against seconds for one optimizer step.
+Sources: Shao 2024 (GRPO, arXiv:2402.03300), Liu 2025 (Dr. GRPO, arXiv:2503.20783), Ahmadian 2024 (RLOO, arXiv:2402.14740),
+Schulman 2016 (GAE, arXiv:1506.02438, eq. 16).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    baseline: Literal["group", "leave_one_out", "batch"] = "group"
+    """What a reward is compared with: its group's mean (GRPO), the mean of its siblings (RLOO), the batch mean (REINFORCE)."""
+    scale_by_std: bool = True
+    """Divide by the standard deviation of the group (of the batch with baseline batch); off: Dr. GRPO."""
+    overlong_buffer: int = 0
+    """Responses in the last this many tokens before the limit lose up to overlong_weight of reward; 0: off."""
+    overlong_weight: float = 1.0
+    """Reward lost by a response that reaches the limit."""
+    mask_truncated: bool = False
+    """Leave truncated responses out of the loss; their group's statistics still count them."""
+
+
+def group_advantages(
+    rewards: Tensor,
+    *,
+    baseline: Literal["group", "leave_one_out", "batch"] = "group",
+    scale_by_std: bool = True,
+    epsilon: float = 1e-6,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """(reward - baseline) / (std + epsilon), [P, G] -> [P, G]; exactly 0 for a group whose rewards are all equal.
+
+    std is the sample deviation (ddof 1). baseline "batch" takes mean and deviation over all prompts of all ranks of `group`
+    (collective; P may differ between ranks and be 0). Raises ValueError for G < 2 unless the baseline is "batch".
+    """
+    num_prompts, group_size = rewards.shape
+    if group_size < 2 and baseline != "batch":
+        raise ValueError(f"group size {group_size}: a group baseline needs at least 2 samples per prompt; try 8")
+    if baseline == "batch":
+        mean, std = _global_mean_std(rewards, torch.ones_like(rewards, dtype=torch.bool), group)
+        return (rewards - mean) / (std + epsilon) if scale_by_std else rewards - mean
+    # Equal rewards must give exactly 0, and a mean of equal floats need not be that float: centre on the first sample.
+    shifted = rewards - rewards[:, :1]
+    deviations = shifted - shifted.mean(1, keepdim=True)
+    std = shifted.std(1, keepdim=True)
+    if baseline == "leave_one_out":
+        deviations = deviations * group_size / (group_size - 1)  # r - mean of the others
+    return deviations / (std + epsilon) if scale_by_std else deviations
+
+
+def _global_mean_std(x: Tensor, mask: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation (ddof 1) of x over mask and over the ranks of `group`; (0, 1) if nothing is selected."""
+    # Two passes: E[x^2] - E[x]^2 loses all digits when the mean is large against the spread.
+    total = torch.stack([torch.where(mask, x, 0.0).double().sum(), mask.sum().double()])
+    if dist.is_initialized():
+        dist.all_reduce(total, group=group)
+    count = total[1].clamp(min=1)
+    mean = total[0] / count
+    squares = torch.where(mask, (x.double() - mean) ** 2, 0.0).sum()
+    if dist.is_initialized():
+        dist.all_reduce(squares, group=group)
+    std = torch.where(total[1] > 1, (squares / (count - 1).clamp(min=1)).sqrt(), 1.0)
+    return mean.to(x.dtype), std.to(x.dtype)
+
+
+def whiten(x: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """(x - mean) / (std + 1e-8) over the masked entries of all ranks, 0 elsewhere: [N], [N] bool -> [N]. Collective."""
+    mean, std = _global_mean_std(x, mask, group)
+    return torch.where(mask, (x - mean) / (std + 1e-8), 0.0)
+
+
+def token_rewards(
+    scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor, cu_seqlens: Tensor, *, kl_coef: float
+) -> Tensor:
+    """Per-token rewards [N]: -kl_coef (logprobs - ref_logprobs) on response tokens, plus the score on each last one.
+
+    scores [S], logprobs and ref_logprobs [N], response_mask [N] bool, cu_seqlens [S+1]. The k1 estimator is right here: in a
+    reward only its value counts, and that is unbiased. A sequence without response tokens gets nothing.
+    """
+    rewards = torch.where(response_mask, -kl_coef * (logprobs - ref_logprobs), 0.0) if kl_coef else torch.zeros_like(logprobs)
+    for s, mask in enumerate(response_mask.split(cu_seqlens.diff().tolist())):
+        live = mask.nonzero()
+        if len(live):
+            rewards[cu_seqlens[s] + live[-1]] += scores[s]
+    return rewards
+
+
+def gae(
+    rewards: Tensor, values: Tensor, response_mask: Tensor, cu_seqlens: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages [N] and returns [N] of generalised advantage estimation over packed sequences; 0 outside the responses.
+
+    rewards [N], values [N] (value of the state before the token), response_mask [N] bool, cu_seqlens [S+1].
+    """
+    lengths = cu_seqlens.diff().tolist()
+    num_live = [int(mask.sum()) for mask in response_mask.split(lengths)]
+    # Rows of a padded matrix, one per sequence, hold the response tokens alone: packed neighbours and masked gaps are gone.
+    width = max(num_live, default=0)
+    column = torch.arange(width, device=rewards.device)
+    live = column[None] < torch.tensor(num_live, device=rewards.device)[:, None]  # [S, width]
+    r = rewards.new_zeros(live.shape).masked_scatter(live, rewards[response_mask])
+    v = values.new_zeros(live.shape).masked_scatter(live, values[response_mask])
+    advantages = torch.zeros_like(v)
+    next_advantage = torch.zeros_like(v[:, 0]) if width else None
+    next_value = next_advantage
+    for t in reversed(range(width)):
+        delta = r[:, t] + gamma * next_value - v[:, t]
+        # A column past the end of a shorter response must leave that response's future at zero.
+        next_advantage = torch.where(live[:, t], delta + gamma * lam * next_advantage, 0.0)
+        next_value = torch.where(live[:, t], v[:, t], 0.0)
+        advantages[:, t] = next_advantage
+    out = torch.zeros_like(rewards)
+    out[response_mask] = advantages[live]
+    return out, torch.where(response_mask, out + values, 0.0)
+
+
+def overlong_penalty(lengths: Tensor, limit: int, *, buffer: int, weight: float) -> Tensor:
+    """0 up to limit - buffer tokens, then falling linearly to -weight at the limit; the shape of `lengths`, fp32.
+
+    buffer 0: no penalty at all. Source: DAPO's soft overlong punishment, eq. 13.
+    """
+    if buffer == 0:
+        return torch.zeros(lengths.shape)
+    return -weight * (lengths - (limit - buffer)).clamp(min=0) / buffer
+
+
+class AdvantageCache(Generic[T]):
+    """The advantages of one batch of rollouts, computed once and read by every epoch and minibatch.
+
+    It holds one entry. A new key evicts the old one, so a new batch of rollouts can never be trained with the advantages of an
+    earlier one, however often the loop asks.
+    """
+
+    def __init__(self):
+        self._key: Hashable = None
+        self._value: T | None = None
+        self.num_computed = 0
+
+    def get(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """compute() for a key not seen last time, else what it returned then. `None` is not a key."""
+        assert key is not None, "the cache needs the id of the rollout as its key"
+        if key != self._key:
+            self._value = compute()
+            self._key = key
+            self.num_computed += 1
+        return self._value

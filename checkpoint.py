@@ -1,0 +1,262 @@
+"""Saving and resuming a run, and exporting its model for everybody else.
+
+The problem. A checkpoint is written while the machine may die: a half-written directory under the final name is worse than none.
+It must hold everything that decides the next step (weights, optimizer moments, position in the data, generators), in shards,
+because no rank has room for the whole model, and it must load on another number of ranks.
+
+How it works. Each rank writes its own shards with torch.distributed.checkpoint (DCP) into a directory with a temporary name; when
+all are done, rank 0 renames it: a checkpoint exists completely or not at all. What belongs to one rank (generator state) or is
+the same on all (counters) is a small file per rank. The newest complete directory wins:
+    runs/x/checkpoints/step-000040/  {.metadata, __0_0.distcp, ..., rank0.pt}
+    runs/x/checkpoints/.step-000060/  the run died here; ignored, and removed by the next save
+
+The export is a Hugging Face directory: full tensors come in buckets (from reshard.iter_full_params) and go to files of at most
+`max_shard_bytes`, so that a 7 B model needs no 15 GB on any rank.
+
+What we give up: asynchronous saves (one in five runs of DCP's aborted a rank).
+Source: torch.distributed.checkpoint; the safetensors index format of Transformers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    output_dir: str = "runs"
+    """Directory of all runs."""
+    name: str = "run"
+    """The run's own directory in it; an earlier run of that name is renamed, unless it is resumed."""
+    save_every: int = 0
+    """Save the training state every this many steps, and at the end; 0: never."""
+    keep: int = 2
+    """Newest saved states to keep."""
+    resume: bool = False
+    """Continue this name's run from its newest saved state."""
+
+    def __post_init__(self):
+        if self.save_every < 0 or self.keep < 1:
+            raise ValueError(f"--save-every {self.save_every}: at least 0 (off); --keep {self.keep}: at least 1")
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.output_dir) / self.name
+
+    def open(self, settings: Any) -> None:
+        """Make the run's directory and write `settings` (a dataclass) to config.json. Rank 0 only.
+
+        Nothing is overwritten: the directory of an earlier run of this name, unless resumed, gets the next free number.
+        """
+        if not self.resume and (self.directory / "config.json").exists():
+            number = next(n for n in itertools.count(1) if not Path(f"{self.directory}.{n}").exists())
+            self.directory.rename(f"{self.directory}.{number}")
+            print(f"{self.directory}: the earlier run of this name is now {self.directory}.{number}", flush=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "config.json").write_text(json.dumps(asdict(settings), indent=2))
+
+
+def from_json(default: Any, values: Mapping[str, Any]) -> Any:
+    """The dataclass `default` with `values`, as json made them of asdict(...): nested dataclasses and tuples are restored."""
+    known = {}
+    for name, value in values.items():
+        if not hasattr(default, name):
+            raise ValueError(f"--config: {type(default).__name__} has no setting {name!r}; it was written by another version")
+        nested = isinstance(value, Mapping) and is_dataclass(getattr(default, name))
+        known[name] = from_json(getattr(default, name), value) if nested else tuple(value) if isinstance(value, list) else value
+    return replace(default, **known)
+
+
+class Stateful(Protocol):
+    """What save() and load() take: anything with these two methods."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class TrainState:
+    """A sharded model and its optimizer as one Stateful; saved shard by shard, loads at any world size."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self.model = model
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+
+
+class GeneratorState:
+    """The global generators of python and torch (and the GPU's) of this rank as a Stateful."""
+
+    def state_dict(self) -> dict[str, Any]:
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        return {"python": random.getstate(), "torch": torch.get_rng_state(), "cuda": cuda}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+
+
+def save(out_dir: str | Path, step: int, state: Mapping[str, Stateful], *, keep: int = 2) -> None:
+    """Write `state` as out_dir/step-N, complete or not at all, then remove all but the newest `keep`. Collective.
+
+    TrainState entries go into DCP shards, all others into one small file per rank. OSError (disk full) leaves earlier
+    checkpoints as they were.
+    """
+    out_dir = Path(out_dir)
+    final = out_dir / f"step-{step:06d}"
+    temporary = out_dir / f".step-{step:06d}"
+    if _is_rank0():
+        out_dir.mkdir(parents=True, exist_ok=True)
+        for stale in out_dir.glob(".step-*"):
+            shutil.rmtree(stale)
+    _barrier()
+    dcp.save(_sharded(state), checkpoint_id=temporary)
+    small = {name: value.state_dict() for name, value in state.items() if not isinstance(value, TrainState)}
+    rank_file = temporary / f"rank{_rank()}.pt"
+    torch.save({"step": step, "world_size": _world_size(), "state": small}, rank_file)
+    with open(rank_file, "rb") as file:
+        os.fsync(file.fileno())
+    _barrier()
+    if _is_rank0():
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        for old in _complete(out_dir)[:-keep]:
+            shutil.rmtree(old)
+    _barrier()
+
+
+def load(out_dir: str | Path, state: Mapping[str, Stateful]) -> int:
+    """The step of the newest complete checkpoint in out_dir, after loading it into `state`; 0 if there is none. Collective.
+
+    With another number of ranks, entries that belong to one rank (generators) come from rank 0's file, with a message.
+    """
+    found = _complete(Path(out_dir))
+    if not found:
+        return 0
+    dcp_state = _sharded(state)
+    dcp.load(dcp_state, checkpoint_id=found[-1])
+    rank_file = found[-1] / f"rank{_rank()}.pt"
+    if not rank_file.exists():
+        rank_file = found[-1] / "rank0.pt"
+    saved = torch.load(rank_file, weights_only=False)
+    if saved["world_size"] != _world_size() and _is_rank0():
+        print(f"checkpoint: saved by {saved['world_size']} ranks, loaded by {_world_size()}: samples will differ", flush=True)
+    for name, value in state.items():
+        value.load_state_dict(dcp_state[name] if isinstance(value, TrainState) else saved["state"][name])
+    return saved["step"]
+
+
+def _sharded(state: Mapping[str, Stateful]) -> dict[str, Any]:
+    return {name: value.state_dict() for name, value in state.items() if isinstance(value, TrainState)}
+
+
+def _complete(out_dir: Path) -> list[Path]:
+    return sorted(p for p in out_dir.glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _is_rank0() -> bool:
+    return _rank() == 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def save_safetensors(
+    buckets: Iterable[list[tuple[str, Tensor]]], out_dir: str | Path, *, max_shard_bytes: int = 5 << 30
+) -> None:
+    """Write the full tensors of `buckets` as model-*.safetensors with an index, in files of about max_shard_bytes.
+
+    Collective as far as producing the buckets is; rank 0 writes. One file is named model.safetensors and has no index.
+    """
+    from safetensors.torch import save_file
+
+    out_dir = Path(out_dir)
+    files: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        if held and _is_rank0():
+            save_file(held, out_dir / f"part-{len(files):05d}.safetensors", metadata={"format": "pt"})
+        files.append(list(held))
+        held.clear()
+
+    if _is_rank0():
+        out_dir.mkdir(parents=True, exist_ok=True)
+        for old in out_dir.glob("*.safetensors*"):
+            old.unlink()
+    total = 0
+    for bucket in buckets:
+        for name, tensor in bucket:
+            size = tensor.numel() * tensor.element_size()
+            if held and sum(t.numel() * t.element_size() for t in held.values()) + size > max_shard_bytes:
+                flush()
+            held[name] = tensor.contiguous().cpu() if _is_rank0() else tensor[:0]
+            total += size
+    flush()
+    if _is_rank0():
+        _name_files(out_dir, files, total)
+    _barrier()
+
+
+def _name_files(out_dir: Path, files: list[list[str]], total: int) -> None:
+    """Give the parts their final names, now that their number is known, and write the index."""
+    weight_map = {}
+    for i, names in enumerate(files):
+        final = "model.safetensors" if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        (out_dir / f"part-{i:05d}.safetensors").rename(out_dir / final)
+        weight_map.update(dict.fromkeys(names, final))
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (out_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def copy_model_files(path: str | Path, out_dir: str | Path, dtype: torch.dtype) -> None:
+    """Copy config, tokenizer and generation config of the model at `path`; config.json states `dtype`. Rank 0 only."""
+    if not _is_rank0():
+        return
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
+    for pattern in ("*.json", "*.jinja", "*.model", "*.txt"):
+        for file in Path(path).glob(pattern):
+            if not file.name.endswith(".index.json"):
+                shutil.copy(file, Path(out_dir) / file.name)
+    config_file = Path(out_dir) / "config.json"
+    config = json.loads(config_file.read_text())
+    config.pop("torch_dtype", None)  # the older name of the same field
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config_file.write_text(json.dumps(config, indent=2))

@@ -1,0 +1,242 @@
+"""Prompts: reading, tokenizing once, and an order that can be resumed.
+
+The problem. Between a data set and the sampler sit three classic silent errors: the chat template's text already begins with BOS
+and the tokenizer adds another (worth 6 points on MMLU in one report); a prompt is too long and is cut, or breaks the run hours
+later; and after a restart the loader begins at prompt 0 again, or skips what had been prefetched.
+
+How it works. Everything is tokenized at the start, by the template once and without special tokens on top of it; prompts over the
+limit are counted and dropped, or refused, before a model is loaded. What the run then needs is an order, and an order is a pure
+function of counters:
+    epoch e of a data set is a permutation drawn from (seed, data set, e);
+    with several data sets, each next prompt comes from the one that is furthest behind its share:
+        weights 3 : 1   ->   a a b a  a a b a ...
+So the whole state of the stream is one integer per data set: how many prompts were taken. There is nothing to prefetch and
+nothing to lose: 7,473 GSM8K prompts take 2 s at the start.
+
+Rows that are recognised: `question` and `answer` (GSM8K; the gold number behind `####` is the answer), `prompt` as text or chat messages with
+an answer column (TRL), `prompt` with `reward_model.ground_truth` (verl). All other columns go to the reward functions by name.
+
+What we give up: streaming of data sets that do not fit in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    max_prompt_tokens: int = 512
+    """Longest prompt in tokens, template included."""
+    long_prompts: Literal["drop", "refuse"] = "drop"
+    """What to do with longer ones: drop and count them, or stop at the start."""
+    weights: tuple[float, ...] = ()
+    """Share of each data set in a batch, in the order of --data; empty: by size."""
+    system_prompt: str = ""
+    """System message put before each prompt; empty: none (needs a chat template)."""
+    template_options: str = "{}"
+    """JSON object of extra arguments of the chat template, such as {"enable_thinking": false}."""
+    split: str = "train"
+    """Split of a Hub data set."""
+
+    def __post_init__(self):
+        if self.max_prompt_tokens < 1:
+            raise ValueError(f"--data.max-prompt-tokens {self.max_prompt_tokens}: must be at least 1; try 512")
+        if any(weight <= 0 for weight in self.weights):
+            raise ValueError(f"--data.weights {self.weights}: must be above 0; leave a data set out of --data instead")
+        try:
+            options = json.loads(self.template_options)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--data.template-options {self.template_options}: not JSON ({error})") from error
+        if not isinstance(options, dict):
+            raise ValueError(f"--data.template-options {self.template_options}: must be a JSON object, such as {{}}")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    prompt_ids: list[int]
+    text: str  # what prompt_ids say, template included
+    answer: str  # what the reward compares with; "" if the data has none
+    source: str  # name of the data set
+    columns: dict = field(default_factory=dict)  # the row's other columns
+
+
+ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "target", "label")
+
+
+def load_prompts(sources: Sequence[str], tokenizer, config: DataConfig) -> list[list[Prompt]]:
+    """One list of prompts per source; a source is a .jsonl or .parquet file, "reasoning_gym:NAME:SIZE", or a Hub name.
+
+    Raises ValueError for a missing file, an empty data set, unknown columns, and prompts over the limit where they are refused.
+    """
+    if config.weights and len(config.weights) != len(sources):
+        raise ValueError(f"--data.weights {config.weights}: {len(sources)} data sets need {len(sources)} weights")
+    return [to_prompts(read_rows(source, config.split), tokenizer, config, source) for source in sources]
+
+
+def read_rows(source: str, split: str) -> list[dict]:
+    """The rows of one source as dictionaries."""
+    kind = Path(source).suffix
+    if source.startswith("reasoning_gym:"):
+        return _reasoning_gym_rows(*source.split(":")[1:])
+    if kind in (".jsonl", ".json", ".parquet") and not Path(source).is_file():
+        raise ValueError(f"--data {source}: no such file")
+    if kind in (".jsonl", ".json"):
+        with open(source, encoding="utf-8") as lines:
+            rows = [json.loads(line) for line in lines if line.strip()]
+    elif kind == ".parquet":
+        pq = _import("pyarrow.parquet", "pyarrow", source)
+        rows = pq.read_table(source).to_pylist()
+    else:
+        name, _, subset = source.partition(":")
+        datasets = _import("datasets", "datasets", source)
+        try:
+            rows = list(datasets.load_dataset(name, subset or None, split=split))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--data {source}: not a .jsonl or .parquet file, and not on the Hub ({error})") from error
+    if not rows:
+        raise ValueError(f"--data {source}: is empty; it needs at least one row")
+    return rows
+
+
+def _import(module: str, package: str, source: str):
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"--data {source}: needs {package}; install it with: pip install {package}") from error
+
+
+def _reasoning_gym_rows(name: str, size: str = "2000") -> list[dict]:
+    """Problems made by the reasoning_gym package; its verifier needs the whole entry, which travels as a column."""
+    source = f"reasoning_gym:{name}"
+    gym = _import("reasoning_gym", "reasoning-gym", source)
+    try:
+        entries = list(gym.create_dataset(name, size=int(size), seed=0))
+    except ValueError as error:
+        raise ValueError(f"--data {source}: {error}") from error
+    return [
+        {"question": e["question"], "answer": str(e["answer"]), "reasoning_gym": name, "entry": e} for e in entries
+    ]
+
+
+def to_prompts(rows: Sequence[dict], tokenizer, config: DataConfig, source: str) -> list[Prompt]:
+    """Tokenized prompts of `rows`, over-long ones dropped (and counted on the console) or refused."""
+    parsed = [_parse_row(row, source) for row in rows]
+    texts = [_render(messages, tokenizer, config, source) for messages, _, _ in parsed]
+    # Templated text brings its own BOS. Plain text gets what the tokenizer adds.
+    ids = tokenizer(texts, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
+    prompts = [
+        Prompt(list(prompt_ids), text, answer, source, columns)
+        for prompt_ids, text, (_, answer, columns) in zip(ids, texts, parsed, strict=True)
+    ]
+    kept = [p for p in prompts if len(p.prompt_ids) <= config.max_prompt_tokens]
+    num_long = len(prompts) - len(kept)
+    longest = max(len(p.prompt_ids) for p in prompts)
+    rule = f"{num_long} of {len(prompts)} prompts in {source} exceed --data.max-prompt-tokens {config.max_prompt_tokens}"
+    if num_long and (config.long_prompts == "refuse" or not kept):
+        raise ValueError(f"{rule}; the longest has {longest} tokens: raise the limit or use --data.long-prompts drop")
+    if num_long:
+        print(f"data: {rule} and are dropped", flush=True)
+    return kept
+
+
+def _parse_row(row: dict, source: str) -> tuple[list[dict], str, dict]:
+    """(chat messages, answer, other columns) of one row."""
+    columns = dict(row)
+    question = columns.pop("prompt", None) if "prompt" in row else columns.pop("question", None)
+    verl = row.get("reward_model")
+    if isinstance(verl, dict) and "ground_truth" in verl:
+        answer = verl["ground_truth"]
+    else:
+        name = next((name for name in ANSWER_COLUMNS if name in row), None)
+        answer = columns.pop(name) if name else None
+    if question is None or (answer is None and "answer" not in row and not columns):
+        raise ValueError(
+            f"--data {source}: has columns {sorted(row)}; needs `prompt` or `question`, and one of {', '.join(ANSWER_COLUMNS)} "
+            "or reward_model.ground_truth"
+        )
+    answer = "" if answer is None else str(answer)
+    if "####" in answer:
+        answer = answer.split("####")[-1].strip()
+    messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+    return messages, answer, columns
+
+
+def _render(messages: list[dict], tokenizer, config: DataConfig, source: str) -> str:
+    """The text of a conversation up to where the response begins."""
+    if config.system_prompt:
+        messages = [{"role": "system", "content": config.system_prompt}, *(m for m in messages if m["role"] != "system")]
+    if tokenizer.chat_template is None:
+        if len(messages) > 1:
+            raise ValueError(f"--data {source}: has chat messages, but the model's tokenizer has no chat template")
+        return messages[0]["content"]
+    options = json.loads(config.template_options)
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+
+
+class PromptStream:
+    """An endless iterator over batches of prompts, the same on every rank, with a state of one integer per data set."""
+
+    def __init__(
+        self,
+        datasets: Sequence[Sequence[Prompt]],
+        batch_size: int,
+        *,
+        weights: Sequence[float] = (),
+        seed: int = 0,
+        shuffle: bool = True,
+    ):
+        self.datasets = datasets
+        self.batch_size = batch_size
+        self.weights = list(weights) or [len(d) for d in datasets]
+        self.seed = seed
+        self.shuffle = shuffle
+        self.num_taken = [0] * len(datasets)
+        self._orders: dict[int, tuple[int, list[int]]] = {}  # data set -> its current epoch and permutation
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        return self
+
+    def __next__(self) -> list[Prompt]:
+        """The next batch_size prompts."""
+        return self.take(self.batch_size)
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """The next num_prompts prompts; a data set that ends begins its next epoch."""
+        return [self._next_prompt() for _ in range(num_prompts)]
+
+    def _next_prompt(self) -> Prompt:
+        total = sum(self.num_taken) + 1
+        share = [w / sum(self.weights) for w in self.weights]
+        d = max(range(len(share)), key=lambda i: (share[i] * total - self.num_taken[i], -i))
+        epoch, offset = divmod(self.num_taken[d], len(self.datasets[d]))
+        if self._orders.get(d, (-1, []))[0] != epoch:
+            self._orders[d] = (epoch, self._permutation(d, epoch))
+        self.num_taken[d] += 1
+        return self.datasets[d][self._orders[d][1][offset]]
+
+    def _permutation(self, d: int, epoch: int) -> list[int]:
+        size = len(self.datasets[d])
+        if not self.shuffle:
+            return list(range(size))
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + d) * 1_000_003 + epoch)
+        return torch.randperm(size, generator=generator).tolist()
+
+    def state_dict(self) -> dict:
+        """How many prompts were taken from each data set."""
+        return {"num_taken": list(self.num_taken), "sizes": [len(d) for d in self.datasets]}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue where `state` was saved. Raises ValueError if the data sets have other sizes now."""
+        sizes = [len(d) for d in self.datasets]
+        if state["sizes"] != sizes:
+            raise ValueError(f"the checkpoint's data sets had {state['sizes']} prompts, these have {sizes}: use the same --data")
+        self.num_taken = list(state["num_taken"])

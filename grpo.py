@@ -1,0 +1,398 @@
+"""GRPO: reinforcement learning of a language model from groups of its own samples, in one file and six phases a step.
+
+    bash launch.sh grpo.py                # no arguments: a small built-in model learns to add, on a CPU, in minutes
+    torchrun --nproc-per-node 8 grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --data openai/gsm8k:main --reward.functions math
+
+For each prompt the policy samples a group of responses; each is scored; a response's advantage is its reward less its group's mean,
+over the group's deviation. The policy then takes a few optimizer steps on the clipped surrogate. Variants are flags:
+    Dr. GRPO   --advantage.no-scale-by-std --loss.normalize constant
+    RLOO       --advantage.baseline leave_one_out --advantage.no-scale-by-std
+    REINFORCE  --advantage.baseline batch
+    DAPO       --loss.normalize token --resample-tries 8 --advantage.overlong-buffer 512
+    GSPO       --loss.ratio sequence --loss.normalize sequence --loss.clip-low 3e-4 --loss.clip-high 4e-4
+
+All sizes are global: prompts_per_step is over all ranks, and the update does not depend on how many there are.
+Letters: P prompts, G samples per prompt, N tokens in a packed row. Source: Shao 2024 (DeepSeekMath, arXiv:2402.03300).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import tyro
+
+from advantages import AdvantageCache, AdvantageConfig, group_advantages, overlong_penalty
+from attention import use_packed_attention
+from checkpoint import GeneratorState, RunConfig, TrainState, copy_model_files, from_json, load, save, save_safetensors
+from data import DataConfig, Prompt, PromptStream, load_prompts, to_prompts
+from examples import addition
+from exchange import exchange
+from logprobs import token_logprobs
+from losses import LossConfig, kl_estimate, masked_sum, policy_loss, sampler_correction, token_weights
+from metrics import LogConfig, Metrics
+from model import ModelConfig, OptimConfig, copy_weights, find_model, init_distributed, learning_rate_at, load_policy
+from model import make_optimizer, memory_plan, optimizer_step
+from packing import BatchConfig, PackedRow, lay_out, packing_efficiency, sequence
+from reshard import iter_full_params, sync_weights
+from rewards import RewardConfig, Scorer
+from rollout import Rollout, RolloutConfig, make_engine
+
+
+@dataclass(frozen=True)
+class Args:
+    model_path: Annotated[str, tyro.conf.arg(name="model")] = "built-in"
+    """Hugging Face directory or Hub name; built-in: a 0.8 M parameter model that half knows two-digit addition."""
+    data_paths: Annotated[tuple[str, ...], tyro.conf.arg(name="data")] = ("built-in",)
+    """Training prompts: .jsonl or .parquet files, reasoning_gym:NAME:SIZE, or Hub names as NAME or NAME:SUBSET."""
+    eval_paths: Annotated[tuple[str, ...], tyro.conf.arg(name="eval-data")] = ()
+    """Prompts to evaluate on, of the same kinds; empty: none (built-in data bring their own)."""
+    num_steps: int = 200
+    """Batches of rollouts to train on."""
+    learning_rate: float = 1e-6
+    """Peak learning rate."""
+    seed: int = 0
+    """Of the data order, of sampling, and of the built-in model."""
+    resample_tries: int = 1
+    """Rounds of sampling to fill a step with groups that have spread (dynamic sampling); 1: take all groups as they are."""
+    refresh_reference_every: int = 0
+    """Copy the policy into the reference every this many steps; 0: never."""
+    eval_every: int = 0
+    """Evaluate every this many steps, and at the last, by greedy decoding; 0: never."""
+    eval_samples: int = 0
+    """Samples per evaluation prompt for mean@k and pass@k, besides the greedy one; 0: none."""
+    verify_sync: bool = False
+    """Compare the engine's weights with the trainer's after each sync, and stop on a difference."""
+    bucket_mb: int = 512
+    """Memory in MiB that a weight sync may take: tensors are gathered in buckets."""
+    timeout_s: float = 3600.0
+    """Longest that a rank waits for the others; above the longest rollout or reward."""
+    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(name="grpo"))
+    batch: tyro.conf.OmitArgPrefixes[BatchConfig] = field(default_factory=BatchConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self):
+        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        if self.num_steps < 1 or self.resample_tries < 1 or self.learning_rate <= 0:
+            raise ValueError(
+                f"--num-steps {self.num_steps}, --resample-tries {self.resample_tries}: at least 1; "
+                f"--learning-rate {self.learning_rate}: above 0, try 1e-6"
+            )
+        if self.batch.group_size < 2 and self.advantage.baseline != "batch":
+            raise ValueError(f"--group-size {self.batch.group_size}: a group must have at least 2 samples; try --group-size 8")
+        if self.batch.tokens_per_row < longest:
+            raise ValueError(
+                f"--tokens-per-row {self.batch.tokens_per_row}: must hold --data.max-prompt-tokens {self.data.max_prompt_tokens} "
+                f"+ --rollout.max-response-tokens {self.rollout.max_response_tokens}; try --tokens-per-row {longest}"
+            )
+        if self.rollout.eight_bit and self.loss.importance == "off":
+            raise ValueError("--loss.importance off: an 8-bit sampler is another policy than the trainer's; use token")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The responses to one prompt."""
+
+    position: int  # of the prompt in this step's global order
+    prompt: Prompt
+    rollouts: list[Rollout]  # [G]
+    rewards: list[float]  # [G]
+
+
+def main(args: Args) -> None:
+    mesh = init_distributed(args.seed, args.timeout_s)
+    path, tokenizer, stream, eval_prompts, scorer = prepare(args)
+    policy = load_policy(path, mesh, args.model)
+    use_packed_attention(policy)
+    optimizer = make_optimizer(policy, args.optim, args.learning_rate)
+    reference = None
+    if args.loss.kl_coef:
+        reference = load_policy(path, mesh, args.model, trainable=False)
+        use_packed_attention(reference)
+    sizes = dict(max_prompt_tokens=args.data.max_prompt_tokens, num_samples=args.batch.num_samples)
+    engine = make_engine(path, args.rollout, **sizes, eos_token_id=tokenizer.eos_token_id, seed=args.seed)
+    to_engine = dict(dtype=engine.dtype, bucket_bytes=args.bucket_mb << 20)
+    cache = AdvantageCache()
+    state = {"policy": TrainState(policy, optimizer), "stream": stream, "generators": GeneratorState()}
+    first_step = load(args.run.directory / "checkpoints", state) if args.run.resume else 0
+    metrics = Metrics(args.run.directory, args.log, first_step=first_step, num_steps=args.num_steps, settings=asdict(args))
+
+    for step in range(first_step, args.num_steps):
+        is_last = step == args.num_steps - 1
+        # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case; evaluation uses the same ones.
+        with engine.awake():
+            with metrics.timer("reshard"):
+                sync_weights(policy, engine, **to_engine)
+                if args.verify_sync:
+                    engine.verify_weights(iter_full_params(policy, **to_engine))
+            if args.eval_every and (is_last or step % args.eval_every == 0):
+                with metrics.timer("eval"):
+                    evaluate(args, engine, scorer, tokenizer, eval_prompts, metrics)
+            # 2. Score while others are still being sampled, and compare each response with its siblings.
+            groups = sample_groups(args, step, engine, scorer, tokenizer, stream, metrics)
+        with metrics.timer("layout"):
+            advantages = cache.get(step, lambda: compare(args, groups))  # noqa: B023  [P of this rank, G]
+            # 3. Lay out. A minibatch is a fixed slice of the global prompt order; its rows stay the same for all epochs.
+            sequences, minibatches = to_sequences(args, groups, advantages)
+            rows, totals = lay_out(sequences, minibatches, args.batch, exchange=exchange, like=EMPTY)
+            rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
+            metrics.add("packing/efficiency", packing_efficiency(sum(rows, []), args.batch.tokens_per_row))
+            metrics.write_samples(step, describe(groups, advantages, tokenizer))
+
+        # 4. Log-probabilities that stay fixed during the update; skipped where they are not needed.
+        if args.batch.num_minibatches * args.batch.num_epochs > 1:
+            with metrics.timer("old_logprobs"):
+                rows = with_logprobs(args, policy, rows, "old_logprobs")
+        if reference is not None:
+            with metrics.timer("ref_logprobs"):
+                rows = with_logprobs(args, reference, rows, "ref_logprobs")
+
+        # 5. Update. Every loss term is divided by its minibatch's total over all ranks, so ranks and rows just add up.
+        learning_rate = learning_rate_at(step, args.num_steps, args.learning_rate, args.optim)
+        with metrics.timer("update"):
+            for m in minibatch_order(args, step, totals):
+                kl = torch.zeros((), device=mesh.device_type)
+                for i, row in enumerate(rows[m]):
+                    policy.set_requires_gradient_sync(args.model.reduce_every_row or i == len(rows[m]) - 1)
+                    loss, stats = row_loss(args, policy, row, totals[m])
+                    loss.backward()
+                    metrics.update(stats, row.num_response_tokens)
+                    kl += stats["actor/ppo_kl"] * row.num_response_tokens / totals[m]["tokens"]
+                grad_norm = optimizer_step(policy, optimizer, learning_rate, args.optim.max_grad_norm)
+                metrics.update({"actor/grad_norm": grad_norm, "actor/lr": learning_rate})
+                if args.loss.target_kl and total(kl) > args.loss.target_kl:
+                    break
+
+        # 6. Report, save.
+        if reference is not None and args.refresh_reference_every and (step + 1) % args.refresh_reference_every == 0:
+            copy_weights(policy, reference)
+        if args.run.save_every and (is_last or (step + 1) % args.run.save_every == 0):
+            with metrics.timer("save"):
+                save(args.run.directory / "checkpoints", step + 1, state, keep=args.run.keep)
+        metrics.log(step)
+
+    save_safetensors(iter_full_params(policy, **to_engine), args.run.directory / "hf")
+    copy_model_files(path, args.run.directory / "hf", engine.dtype)
+    scorer.close()
+
+
+# A sequence of this run without tokens: the names and types that an empty row must have.
+EMPTY = sequence(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), advantages=0.0, rollout_logprobs=0.0)
+
+
+def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer]:
+    """(model directory, tokenizer, stream, evaluation prompts, scorer): all that can be refused, before a model is loaded."""
+    from transformers import AutoTokenizer
+
+    try:
+        path = find_model(args.model_path, built_in=lambda: addition.cached_model(args.seed))
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        if args.data_paths == ("built-in",):
+            datasets = [to_prompts(addition.problems(held_out=False), tokenizer, args.data, "addition")]
+            evals = [to_prompts(addition.problems(held_out=True), tokenizer, args.data, "addition")]
+        else:
+            datasets = load_prompts(args.data_paths, tokenizer, args.data)
+            evals = load_prompts(args.eval_paths, tokenizer, replace(args.data, weights=()))
+        if args.eval_every and not evals:
+            raise ValueError(f"--eval-every {args.eval_every}: needs --eval-data FILE, or 0")
+        scorer = Scorer(args.reward)
+    except ValueError as error:
+        sys.exit(f"error: {error}" if dist.get_rank() == 0 else 1)
+    if dist.get_rank() == 0:
+        args.run.open(args)
+        print_plan(args, path, sum(map(len, datasets)), sum(map(len, evals)))
+    dist.barrier()
+    stream = PromptStream(datasets, args.batch.prompts_per_step, weights=args.data.weights, seed=args.seed)
+    return path, tokenizer, stream, sum(evals, []), scorer
+
+
+def print_plan(args: Args, path: str, num_prompts: int, num_eval: int) -> None:
+    batch, world = args.batch, dist.get_world_size()
+    plan = {
+        "model": path,
+        "data": f"{num_prompts} prompts, {num_eval} to evaluate; {args.num_steps * batch.prompts_per_step / num_prompts:.2f} epochs",
+        "ranks": f"{world}, sampling with {world // args.rollout.tensor_parallel_size} {args.rollout.engine} engines",
+        "step": f"{batch.prompts_per_step} prompts x {batch.group_size} samples = {batch.num_samples}, of up to "
+        f"{args.data.max_prompt_tokens} + {args.rollout.max_response_tokens} tokens",
+        "update": f"{batch.num_epochs} epochs x {batch.num_minibatches} minibatches of "
+        f"{batch.num_samples // batch.num_minibatches} samples, in rows of {batch.tokens_per_row} tokens",
+        "memory": memory_plan(path, world, args.model, frozen_copies=bool(args.loss.kl_coef)),
+    }
+    print("\n".join(f"{name:>8}  {text}" for name, text in plan.items()), flush=True)
+
+
+def sample_groups(args: Args, step: int, engine, scorer: Scorer, tokenizer, stream: PromptStream, metrics: Metrics) -> list[Group]:
+    """This rank's groups of the step; with dynamic sampling, rounds go on until enough groups have spread, or tries are up."""
+    kept: list[Group] = []
+    num_missing, num_seen = args.batch.prompts_per_step, 0
+    for attempt in range(args.resample_tries):
+        prompts = stream.take(num_missing)
+        with metrics.timer("rollout"):
+            drawn = draw(args, engine, scorer, tokenizer, prompts, args.batch.group_size, seed_for(args, step, attempt))
+        with metrics.timer("reward"):
+            rewards, stats = scorer.collect(len(drawn) * args.batch.group_size)
+        metrics.update(stats, len(rewards), prefix="reward/")
+        for i, (position, rollouts) in enumerate(drawn.items()):
+            scores = rewards[i * len(rollouts) : (i + 1) * len(rollouts)]
+            lengths, truncated = [len(r.response_ids) for r in rollouts], [r.truncated for r in rollouts]
+            metrics.add_group(prompts[position].source, scores, len(rollouts[0].prompt_ids), lengths, truncated)
+            if args.resample_tries == 1 or max(scores) > min(scores):
+                kept.append(Group(num_seen + position, prompts[position], rollouts, scores))
+        num_seen += len(prompts)
+        num_missing = args.batch.prompts_per_step - int(total(torch.tensor(float(len(kept)))))
+        if num_missing == 0:
+            break
+    if num_missing and args.resample_tries > 1 and dist.get_rank() == 0:
+        print(f"warning: step {step + 1} is {num_missing} groups short: no spread in --resample-tries {args.resample_tries} rounds")
+    return kept
+
+
+def draw(args, engine, scorer, tokenizer, prompts, num_samples, seed, temperature=None) -> dict[int, list[Rollout]]:
+    """{position: rollouts} for the prompts that this rank owns; each response goes to the scorer as soon as it ends."""
+
+    def submit(index: int, position: int, rollout: Rollout) -> None:
+        prompt = prompts[position]
+        response = tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
+        known = dict(prompt=prompt.text, response=response, answer=prompt.answer, truncated=rollout.truncated)
+        scorer.submit(index, prompt.columns | known)
+
+    ids = [prompt.prompt_ids for prompt in prompts]
+    return engine.generate_share(ids, num_samples, temperature=temperature, seed=seed, on_finished=submit)
+
+
+def seed_for(args: Args, *place: int) -> int:
+    """Follows from --seed and the place in the run alone, so that a resumed run goes on as if it had not stopped."""
+    return random.Random(repr((args.seed, *place))).getrandbits(31)
+
+
+def evaluate(args: Args, engine, scorer: Scorer, tokenizer, prompts: list[Prompt], metrics: Metrics) -> None:
+    """Greedy reward per data set, and mean@k and pass@k of k samples, each a mean over all prompts of all ranks."""
+    for k, temperature in ((1, 0.0), (args.eval_samples, args.rollout.temperature)):
+        if k == 0:
+            continue
+        drawn = draw(args, engine, scorer, tokenizer, prompts, k, seed_for(args, -1), temperature)
+        rewards, _ = scorer.collect(len(drawn) * k)
+        for i, position in enumerate(drawn):
+            mine = rewards[i * k : (i + 1) * k]
+            if temperature == 0:
+                metrics.update({"reward": mine[0], f"{prompts[position].source}/reward": mine[0]}, prefix="eval/")
+            else:
+                metrics.update({f"mean@{k}": sum(mine) / k, f"pass@{k}": max(mine)}, prefix="eval/")
+
+
+def compare(args: Args, groups: list[Group]) -> torch.Tensor:
+    """Advantages [P, G] of this rank's groups, from all samples of each group, truncated ones included."""
+    rewards = torch.tensor([g.rewards for g in groups]).reshape(-1, args.batch.group_size)
+    lengths = torch.tensor([[len(r.response_ids) for r in g.rollouts] for g in groups]).reshape(rewards.shape)
+    config = args.advantage
+    penalty = overlong_penalty(
+        lengths, args.rollout.max_response_tokens, buffer=config.overlong_buffer, weight=config.overlong_weight
+    )
+    return group_advantages(rewards + penalty, baseline=config.baseline, scale_by_std=config.scale_by_std)
+
+
+def to_sequences(args: Args, groups: list[Group], advantages: torch.Tensor) -> tuple[list[dict], list[int]]:
+    """This rank's samples as sequences, and the minibatch of each: equal slices of all ranks' prompts, in their global order."""
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [g.position for g in groups])
+    place = {position: i for i, position in enumerate(sorted(sum(everyone, [])))}
+    sequences, minibatches = [], []
+    for group, row in zip(groups, advantages.tolist(), strict=True):
+        for rollout, advantage in zip(group.rollouts, row, strict=True):
+            learn = not (rollout.truncated and args.advantage.mask_truncated)
+            fields = dict(advantages=advantage, rollout_logprobs=rollout.logprobs)
+            sequences.append(sequence(rollout.prompt_ids, rollout.response_ids, learn=learn, **fields))
+            minibatches.append(place[group.position] * args.batch.num_minibatches // len(place))
+    return sequences, minibatches
+
+
+def describe(groups: list[Group], advantages: torch.Tensor, tokenizer):
+    """Samples for samples.jsonl: one response per group."""
+    for group, row in zip(groups, advantages.tolist(), strict=True):
+        response = tokenizer.decode(group.rollouts[0].response_ids)
+        yield dict(prompt=group.prompt.text, response=response, reward=group.rewards[0], advantage=row[0])
+
+
+@torch.no_grad()
+def with_logprobs(args: Args, model, rows: list[list[PackedRow]], name: str) -> list[list[PackedRow]]:
+    """The same rows with one more field: the model's log-probabilities of their tokens."""
+
+    def extended(row: PackedRow) -> PackedRow:
+        logprobs, _ = token_logprobs(model, row, temperature=args.rollout.temperature)
+        return replace(row, fields=row.fields | {name: logprobs})
+
+    return [[extended(row) for row in minibatch] for minibatch in rows]
+
+
+def minibatch_order(args: Args, step: int, totals: list[dict]) -> list[int]:
+    """Every minibatch once per epoch, shuffled from the second epoch on; without those that have nothing to learn from."""
+    order = []
+    for epoch in range(args.batch.num_epochs):
+        minibatches = list(range(args.batch.num_minibatches))
+        if epoch:
+            random.Random(repr((args.seed, step, epoch))).shuffle(minibatches)
+        order += [m for m in minibatches if totals[m]["tokens"]]
+    return order
+
+
+def row_loss(args: Args, policy, row: PackedRow, totals: dict[str, int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """This row's part of the minibatch's loss, and its statistics as means over the row's response tokens."""
+    config, fields, mask = args.loss, row.fields, row.fields["response_mask"]
+    logprobs, entropy = token_logprobs(policy, row, temperature=args.rollout.temperature)
+    old_logprobs = fields.get("old_logprobs", logprobs.detach())  # one optimizer step per batch: old is current
+    weights, mismatch = sampler_correction(
+        old_logprobs, fields["rollout_logprobs"], mask, row.cu_seqlens, kind=config.importance, cap=config.importance_cap
+    )
+    each, normalizer = token_weights(config.normalize, mask, row.cu_seqlens, totals, args.rollout.max_response_tokens)
+    loss, stats = policy_loss(
+        logprobs, old_logprobs, fields["advantages"], mask, clip_low=config.clip_low, clip_high=config.clip_high,
+        normalizer=normalizer, cu_seqlens=row.cu_seqlens, ratio=config.ratio, token_weights=each, importance_weights=weights,
+    )
+    num_tokens = max(1, row.num_response_tokens)
+    stats = {"pg_loss": loss * totals["tokens"] / num_tokens, "entropy": masked_sum(entropy.detach(), mask) / num_tokens} | stats
+    if config.kl_coef:
+        kl = kl_estimate(logprobs, fields["ref_logprobs"], config.kl)
+        stats["kl_loss"] = masked_sum(kl.detach(), mask) / num_tokens
+        loss = loss + config.kl_coef * masked_sum(kl * each, mask) / normalizer
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * masked_sum(entropy * each, mask) / normalizer
+    corrections = {f"rollout_corr/{name}": value for name, value in mismatch.items()}
+    return loss, {f"actor/{name}": value for name, value in stats.items()} | corrections
+
+
+def total(x: torch.Tensor) -> float:
+    """The sum of x over all ranks."""
+    dist.all_reduce(x)
+    return x.item()
+
+
+def cli() -> Args:
+    """The command line over the built-in job's settings, or over an earlier run's with --config FILE."""
+    argv = sys.argv[1:]
+    default = Args()
+    if "--config" in argv:
+        at = argv.index("--config")
+        default = from_json(default, json.loads(Path(argv[at + 1]).read_text()))
+        argv = argv[:at] + argv[at + 2 :]
+    elif not any(flag.split("=")[0] == "--model" for flag in argv):
+        default = from_json(default, addition.SETTINGS)
+    is_rank0 = os.environ.get("RANK", "0") == "0"
+    return tyro.cli(Args, args=argv, default=default, console_outputs=is_rank0, description=__doc__)
+
+
+if __name__ == "__main__":
+    main(cli())

@@ -1,0 +1,236 @@
+"""Clipped surrogate, value loss, KL estimators, importance weights: pure functions of per-token tensors.
+
+The problem. A policy gradient over many tokens is a mean, and the mean is where implementations go wrong: dividing inside
+a micro-batch and averaging the quotients, dividing once more for accumulation, FSDP dividing by the number of ranks, or
+counting tokens in the denominator that the numerator masks. Each makes the step depend on the layout. With responses of
+1, 2, 4, ... 128 tokens in micro-batches of one, a mean of means weighs the 1-token response 128 times too much.
+
+How it works. Every function returns a sum divided by one number, `normalizer`, that the caller knows before the first
+forward: it is counted over all rows and all ranks of the minibatch. Gradients of rows and ranks then simply add up.
+What the number is decides what is optimised, so it is a flag (`normalize`):
+    token      all response tokens                  every token counts the same (DAPO); long responses weigh more
+    sequence   responses, each token 1 / its length  every response counts the same (GRPO); long bad ones are spared
+    constant   responses x max_response_tokens       no length bias at all (Dr. GRPO)
+Worked example, responses of 1 and 9 tokens, advantages +1 and -1, ratio 1, limit 10: the loss is
+-(1 - 9) / 10 = 0.8, -(1 - 1) / 2 = 0 and -(1 - 9) / 20 = 0.4.
+
+The surrogate, with r = pi / pi_old:   max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))   (PPO, eq. 7)
+    A = +1, r = 2:    -1.28 at clip_high 0.28, no gradient      A = -1, r = 0.5:  +0.8 at clip_low 0.2, no gradient
+    A = -1, r = 2:    +2, with gradient: a token made likelier although it was bad is always pushed back
+`ratio="sequence"` takes r as the geometric mean over the response (GSPO); needs `cu_seqlens`.
+
+Three sources of difference between the policies, three corrections, never mixed:
+    old -> current       the ratio r: minibatches and epochs move the policy during the update
+    sampler -> old       `importance_weights`: other kernels and precisions report other probabilities for the same weights
+    reference -> current the KL term: `kl_estimate`
+
+KL estimators, with d = log ref - log p, on tokens sampled from p: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. By value k1 and
+k3 are unbiased for KL(p|ref). By gradient, which is what counts in a loss, k1 is noise around zero, k2 has the gradient
+of KL(p|ref) and k3 that of KL(ref|p). So k1 is refused as a loss; in a reward k1 is the right one.
+
+Shapes: N tokens in a packed row, S sequences; tensors are [N] unless said otherwise. Masked entries may hold anything, NaN too.
+Sources: Schulman 2017 (arXiv:1707.06347), Shao 2024 (GRPO, arXiv:2402.03300), Liu 2025 (Dr. GRPO, arXiv:2503.20783), Yu 2025
+(DAPO, arXiv:2503.14476), Zheng 2025 (GSPO, arXiv:2507.18071), Schulman 2020 "Approximating KL divergence".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    clip_low: float = 0.2
+    """Ratios below 1 - clip_low earn nothing more for bad tokens."""
+    clip_high: float = 0.28
+    """Ratios above 1 + clip_high earn nothing more for good tokens (equal to clip_low: plain PPO)."""
+    normalize: Literal["token", "sequence", "constant"] = "token"
+    """What every loss term is divided by: all response tokens, responses (each token 1 / length), or responses x limit."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Ratio of the surrogate per token, or the geometric mean over the response (GSPO; use clips around 3e-4)."""
+    kl_coef: float = 0.0
+    """Weight of the KL term to the reference in the loss; 0: no reference model at all."""
+    kl: Literal["k2", "k3"] = "k3"
+    """Estimator in the loss: k2 has the gradient of KL(policy|reference), k3 that of KL(reference|policy)."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus, subtracted from the loss; 0: off."""
+    importance: Literal["token", "sequence", "mask", "off"] = "token"
+    """Correction for the sampler's own probabilities: per token or per response capped at importance_cap, tokens outside
+    [1 / cap, cap] left out, or none."""
+    importance_cap: float = 2.0
+    """Largest importance weight."""
+    target_kl: float = 0.0
+    """The remaining minibatches of a step are skipped once ppo_kl exceeds this; 0: never."""
+
+    def __post_init__(self):
+        if not 0 < self.clip_low <= 1 or self.clip_high <= 0:
+            raise ValueError(
+                f"--loss.clip-low {self.clip_low}, --loss.clip-high {self.clip_high}: must be in (0, 1] and above 0; try 0.2 and 0.28"
+            )
+        if min(self.kl_coef, self.entropy_coef, self.target_kl) < 0:
+            raise ValueError(
+                f"--loss.kl-coef {self.kl_coef}, --loss.entropy-coef {self.entropy_coef}, --loss.target-kl {self.target_kl}: "
+                "must be at least 0; 0 switches each off"
+            )
+        if self.kl == "k1":
+            raise ValueError("--loss.kl k1: its gradient as a loss is zero on average; use k2 or k3")
+        if self.importance_cap < 1:
+            raise ValueError(f"--loss.importance-cap {self.importance_cap}: must be at least 1; try 2")
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    normalizer: float,
+    cu_seqlens: Tensor | None = None,
+    ratio: Literal["token", "sequence"] = "token",
+    token_weights: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """sum over response tokens of w max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) / normalizer, and its statistics.
+
+    logprobs [N] with grad, old_logprobs [N], advantages [N], response_mask [N] bool; w is token_weights [N] (1 / length for a
+    mean over sequences) times importance_weights [N], each 1 if None. ratio "sequence" needs cu_seqlens [S+1].
+    Statistics are means over this row's response tokens: pg_clipfrac (share of tokens whose gradient the clip removes)
+    and ppo_kl (k3 estimate of KL(old|current)). A row without response tokens gives 0 and zero gradient.
+    """
+    log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0)
+    kl = torch.expm1(log_ratio) - log_ratio  # k3 of KL(old|current) on tokens from old: E[r - 1 - log r]
+    if ratio == "sequence":
+        assert cu_seqlens is not None, "the sequence-level ratio needs cu_seqlens"
+        lengths = _sequence_sum(response_mask.to(log_ratio.dtype), cu_seqlens)
+        log_ratio = torch.where(response_mask, _sequence_sum(log_ratio, cu_seqlens) / lengths.clamp(min=1), 0.0)
+    r = torch.exp(log_ratio)
+    a = torch.where(response_mask, advantages, 0.0)
+    unclipped = -a * r
+    clipped = -a * r.clamp(1 - clip_low, 1 + clip_high)
+    per_token = torch.maximum(unclipped, clipped)
+    for weights in (token_weights, importance_weights):
+        if weights is not None:
+            per_token = torch.where(response_mask, per_token * weights, 0.0)
+    num_tokens = response_mask.sum().clamp(min=1)
+    stats = {
+        "pg_clipfrac": (clipped > unclipped).sum() / num_tokens,
+        "ppo_kl": kl.detach().sum() / num_tokens,
+    }
+    return per_token.sum() / normalizer, stats
+
+
+def _sequence_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[N] -> [N]: every token gets the sum of x over its sequence."""
+    num_sequences = len(cu_seqlens) - 1
+    # output_size spares the device sync that repeat_interleave would need to learn its own length.
+    indices = torch.arange(num_sequences, device=x.device)
+    segment = torch.repeat_interleave(indices, cu_seqlens.diff().long(), output_size=len(x))
+    return x.new_zeros(num_sequences).index_add(0, segment, x)[segment]
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, response_mask: Tensor, *, clip: float, normalizer: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """sum over response tokens of 1/2 max((v - R)^2, (v_clipped - R)^2) / normalizer, and its statistics.
+
+    v_clipped is v kept within `clip` of old_values (inf: no clipping). values [N] with grad; the rest [N]. Statistics: vf_clipfrac,
+    the share of response tokens whose value left the band.
+    """
+    v = torch.where(response_mask, values, 0.0)
+    old = torch.where(response_mask, old_values, 0.0)
+    target = torch.where(response_mask, returns, 0.0)
+    v_clipped = torch.minimum(torch.maximum(v, old - clip), old + clip)
+    per_token = 0.5 * torch.maximum((v - target) ** 2, (v_clipped - target) ** 2)
+    num_tokens = response_mask.sum().clamp(min=1)
+    stats = {"vf_clipfrac": ((v - old).abs() > clip).sum() / num_tokens}
+    return torch.where(response_mask, per_token, 0.0).sum() / normalizer, stats
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2", "k3"] = "k3") -> Tensor:
+    """Per-token estimate of KL(policy|reference) on tokens sampled from the policy: [N], [N] -> [N].
+
+    d = ref_logprobs - logprobs:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1. k1 is for rewards and metrics: as a loss it has
+    no gradient on average, so it raises ValueError for logprobs that carry grad.
+    """
+    d = ref_logprobs - logprobs
+    if kind == "k1":
+        if logprobs.requires_grad:
+            raise ValueError("kl_estimate 'k1' as a loss has zero gradient on average; use 'k2' or 'k3', or detach for a reward")
+        return -d
+    if kind == "k2":
+        return 0.5 * d * d
+    if kind == "k3":
+        return torch.expm1(d) - d
+    raise ValueError(f"kl_estimate kind {kind!r}: must be 'k1', 'k2' or 'k3'")
+
+
+def token_weights(
+    normalize: Literal["token", "sequence", "constant"],
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    totals: Mapping[str, int],
+    max_response_tokens: int,
+) -> tuple[Tensor, float]:
+    """Weight of each token [N] fp32 and the number that the weighted sum over all rows and ranks is divided by.
+
+    totals: response "tokens" and "sequences" of the minibatch over all ranks (0 sequences: divided by 1, all terms are 0).
+    """
+    weights = response_mask.float()
+    if normalize == "token":
+        return weights, float(max(1, totals["tokens"]))
+    if normalize == "sequence":
+        weights = weights / _sequence_sum(weights, cu_seqlens).clamp(min=1)
+        return weights, float(max(1, totals["sequences"]))
+    return weights, float(max(1, totals["sequences"]) * max_response_tokens)
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """sum of x over mask: [N], [N] bool -> scalar; NaN or inf outside the mask gives neither value nor gradient."""
+    return torch.where(mask, x, 0.0).sum()
+
+
+def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, *, cap: float) -> Tensor:
+    """min(pi_old / pi_sampler, cap) per token, without grad: [N], [N] -> [N] (truncated importance sampling)."""
+    return torch.exp((old_logprobs - rollout_logprobs).detach()).clamp(max=cap)
+
+
+def sampler_correction(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    kind: Literal["token", "sequence", "mask", "off"],
+    cap: float,
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """Importance weights [N] of the chosen kind (None for "off"), and how far apart sampler and trainer are.
+
+    token: truncated at cap, per token. sequence: the product over the response, truncated, the same for all its tokens.
+    mask: 1, but 0 where the token's own weight leaves [1 / cap, cap]. All [N] but cu_seqlens [S+1]. Statistics, means over
+    the response tokens: kl (k3 of KL(sampler|old)), abs_diff_mean, is_weight_mean, is_square_mean; and abs_diff_max. The
+    effective sample size is is_weight_mean^2 / is_square_mean, once both are means over the whole batch.
+    """
+    log_weights = torch.where(response_mask, (old_logprobs - rollout_logprobs).detach(), 0.0)
+    if kind == "sequence":
+        weights = importance_weights(_sequence_sum(log_weights, cu_seqlens), torch.zeros_like(log_weights), cap=cap)
+    else:
+        weights = importance_weights(log_weights, torch.zeros_like(log_weights), cap=cap)
+    if kind == "mask":
+        weights = (log_weights.abs().exp() <= cap).to(log_weights.dtype)
+    weights = torch.where(response_mask, weights, 0.0)
+    num_tokens = response_mask.sum().clamp(min=1)
+    stats = {
+        "kl": (torch.expm1(log_weights) - log_weights).sum() / num_tokens,
+        "abs_diff_mean": log_weights.abs().sum() / num_tokens,
+        "abs_diff_max": log_weights.abs().max(),
+        "is_weight_mean": weights.sum() / num_tokens,
+        "is_square_mean": (weights * weights).sum() / num_tokens,
+    }
+    return (None if kind == "off" else weights), stats

@@ -1,0 +1,344 @@
+"""Measurements of a run: weighted means over all ranks, exclusive timers, throughput, and where they go.
+
+The problem. A metric is wrong in more ways than a loss: a mean of per-rank means, masked tokens counted, a device sync per value,
+a timer inside a timer counted twice, a "utilisation" that is a constant. Then two runs cannot be compared.
+
+How it works. `add(name, value, weight)` keeps sum(value x weight) and sum(weight), on the device if the value is there. `log` adds
+up both over all ranks, divides once, and writes one record: a console line, a line of metrics.jsonl, wandb if asked for.
+    rank 0: 3 tokens, mean 1.0     rank 1: 1 token, mean 2.0     ->     (3 x 1.0 + 1 x 2.0) / 4 = 1.25, not 1.5
+Timers are exclusive: a timer inside another stops the outer one, so the phases add up to the step.
+
+Five signals of throughput, all measured:
+    throughput/tokens_per_sec       prompt + response tokens of a step, each once, over its wall time, all ranks
+    throughput/rollout_latency_ms   wall time of sampling alone
+    memory/actor_gpu_util_pct       NVML utilisation sampled during the update (null under half a second)
+    memory/ref_gpu_util_pct         the same during the reference pass
+    communication/nccl_bw_gb        bus GB/s of a timed probe (comms.measure_bandwidth), null on one rank
+MFU is model FLOPs (6 x parameters x tokens + attention, no recomputation) over the dense bf16 peak of the device.
+
+What we give up: per-rank curves; a rank that is slow shows in timing_s/* only through the mean.
+Source: Chowdhery 2022 (PaLM, arXiv:2204.02311, appendix B) for MFU; verl's names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H20": 148e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    wandb_project: str = ""
+    """Log to this wandb project as well; empty: off."""
+    samples_per_step: int = 4
+    """Responses written to samples.jsonl each step; 0: none."""
+    plot_every: int = 10
+    """Redraw curves.png every this many steps, and at the end; 0: never."""
+    mismatch_alarm: float = 0.1
+    """Warn once when rollout_corr/kl, the distance between sampler and trainer in nats per token, exceeds this."""
+    entropy_alarm: float = 0.01
+    """Warn once when actor/entropy falls below this many nats."""
+    zero_std_alarm: int = 5
+    """Warn once after this many steps in a row in which no group had any spread."""
+
+
+class Metrics:
+    """Collects one step's numbers and writes them; `log` is a collective, everything else is local and needs no sync."""
+
+    def __init__(self, out_dir: str | Path, config: LogConfig, *, num_steps: int, first_step: int = 0, settings: dict | None = None):
+        """Records of steps from first_step on, left by a run that died after its last save, are dropped. settings: for wandb."""
+        self.out_dir = Path(out_dir)
+        self.config = config
+        self.num_steps = num_steps
+        self.is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
+        self._entries: dict[tuple[str, str], tuple] = {}  # (name, reduction) -> (sum or extreme, weight)
+        self._timers: list[str] = []
+        self._since = self._step_start = time.perf_counter()
+        self._utilization = _UtilizationSampler()
+        self._alarms: set[str] = set()
+        self._steps_without_spread = 0
+        self._step_times: list[float] = []
+        self._wandb = None
+        if self.is_rank0:
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                _keep_before(self.out_dir / name, first_step)
+        if self.is_rank0 and config.wandb_project:
+            import wandb
+
+            self._wandb = wandb.init(project=config.wandb_project, name=self.out_dir.name, config=settings)
+
+    def add(self, name: str, value: float | Tensor, weight: float = 1.0, reduction: str = "mean") -> None:
+        """One observation of `name`. reduction: "mean" weighted by `weight`, "sum", "max" or "min"; over all ranks at log."""
+        value = value.detach() if isinstance(value, Tensor) else value
+        old, old_weight = self._entries.get((name, reduction), (None, 0.0))
+        if reduction == "mean" and weight == 0:
+            return
+        if reduction in ("max", "min"):
+            pick = max if reduction == "max" else min
+            if isinstance(value, Tensor):
+                pick = torch.maximum if reduction == "max" else torch.minimum
+            total = value if old is None else pick(old, value)
+        else:
+            scaled = value * weight if reduction == "mean" else value
+            total = scaled if old is None else old + scaled
+        self._entries[name, reduction] = (total, old_weight + weight)
+
+    def update(self, stats: Mapping[str, float | Tensor], weight: float = 1.0, prefix: str = "") -> None:
+        """add() for each entry; a name that ends in _max or _min is reduced that way."""
+        for name, value in stats.items():
+            reduction = name.rpartition("_")[2]
+            self.add(prefix + name, value, weight, reduction if reduction in ("max", "min") else "mean")
+
+    def add_group(self, source: str, rewards: list[float], prompt_length: int, lengths: list[int], truncated: list[bool]) -> None:
+        """The samples of one prompt as they came, before any filter, penalty or mask; `source` names its data set."""
+        spread = torch.tensor(rewards).std(correction=0).item()
+        self.update({"mean": sum(rewards) / len(rewards), f"{source}/mean": sum(rewards) / len(rewards), "std": spread}, prefix="reward/")
+        self.add("reward/frac_zero_std", float(max(rewards) == min(rewards)))
+        self.add("prompt_length/mean", prompt_length)
+        self.add("prompt_length/max", prompt_length, reduction="max")
+        self.add("response_length/mean", sum(lengths) / len(lengths))
+        self.add("response_length/max", max(lengths), reduction="max")
+        self.add("response_length/min", min(lengths), reduction="min")
+        self.add("response_length/clip_ratio", sum(truncated) / len(truncated))
+        self.add("throughput/num_tokens", prompt_length + sum(lengths), reduction="sum")
+
+    def write_samples(self, step: int, samples: Iterable[dict]) -> None:
+        """Append the first few of `samples` to samples.jsonl. Rank 0 alone writes."""
+        if self.is_rank0:
+            with open(self.out_dir / "samples.jsonl", "a") as file:
+                for sample in itertools.islice(samples, self.config.samples_per_step):
+                    file.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
+
+    @contextlib.contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        """Adds the wall time inside to timing_s/name, less what timers inside it take. The device is synchronised at both ends."""
+        self._switch()
+        self._timers.append(name)
+        start = time.perf_counter()
+        yield
+        self._switch()
+        self._timers.pop()
+        self._utilization.record(name, start, time.perf_counter())
+
+    def _switch(self) -> None:
+        """Book the time since the last switch on the running timer."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        name = self._timers[-1] if self._timers else "other"
+        self.add(f"timing_s/{name}", now - self._since, reduction="sum")
+        self._since = now
+
+    def log(self, step: int) -> dict[str, float | None]:
+        """The reduced record of this step, written on rank 0; clears everything for the next step. Collective."""
+        self._switch()
+        now = time.perf_counter()
+        step_s = now - self._step_start
+        self._step_start = now
+        self.add("timing_s/step", step_s, reduction="sum")
+        if torch.cuda.is_available():
+            self.add("perf/max_memory_gb", torch.cuda.max_memory_allocated() / 2**30, reduction="max")
+            torch.cuda.reset_peak_memory_stats()
+        record = self._reduce()
+        for phase, name in (("update", "actor"), ("ref_logprobs", "ref")):
+            record[f"memory/{name}_gpu_util_pct"] = self._utilization.mean(phase)
+        self._utilization.clear()
+        self._derive(record, step_s)
+        self._entries.clear()
+        if self.is_rank0:
+            self._step_times.append(step_s)
+            self._write(step, record)
+        return record
+
+    def _reduce(self) -> dict[str, float | None]:
+        keys = list(self._entries)
+        values = [torch.as_tensor(self._entries[key][0], dtype=torch.float64) for key in keys]
+        on_device = [v for v in values if v.is_cuda]
+        moved = iter(torch.stack(on_device).tolist()) if on_device else iter(())  # one copy for all
+        local = {
+            key: (next(moved) if v.is_cuda else v.item(), self._entries[key][1]) for key, v in zip(keys, values, strict=True)
+        }
+        gathered = [local]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            gathered = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, local)
+        record = {}
+        for key in dict.fromkeys(key for ranks in gathered for key in ranks):
+            name, reduction = key
+            entries = [ranks[key] for ranks in gathered if key in ranks]
+            if reduction in ("max", "min"):
+                record[name] = (max if reduction == "max" else min)(value for value, _ in entries)
+            elif reduction == "mean":
+                record[name] = sum(value for value, _ in entries) / sum(weight for _, weight in entries)
+            else:
+                # Times are means over ranks, so that the phases still add up to the step; counts are totals.
+                scale = len(gathered) if name.startswith("timing_s/") else 1
+                record[name] = sum(value for value, _ in entries) / scale
+        return record
+
+    def _derive(self, record: dict, step_s: float) -> None:
+        """Quotients that are only right after the reduction."""
+        tokens = record.pop("throughput/num_tokens", None)
+        if tokens is not None:
+            world = dist.get_world_size() if dist.is_initialized() else 1
+            record["throughput/tokens_per_sec"] = tokens / step_s
+            record["perf/tokens_per_sec_per_gpu"] = tokens / step_s / world
+        flops = record.pop("perf/model_flops", None)
+        peak = peak_flops()
+        if flops is not None:
+            record["perf/mfu"] = flops / step_s / peak / world if peak else None
+        if "timing_s/rollout" in record:
+            record["throughput/rollout_latency_ms"] = 1000 * record["timing_s/rollout"]
+        square = record.pop("rollout_corr/is_square_mean", None)
+        if square:
+            record["rollout_corr/ess"] = record["rollout_corr/is_weight_mean"] ** 2 / square
+
+    def _write(self, step: int, record: dict) -> None:
+        with open(self.out_dir / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"step": step, **record}) + "\n")
+        if self._wandb is not None:
+            self._wandb.log(record, step=step)
+        print(self._console_line(step, record), flush=True)
+        for name, message in self._find_alarms(record):
+            if name not in self._alarms:
+                self._alarms.add(name)
+                print(f"warning: {message}", flush=True)
+        last = step == self.num_steps - 1
+        if self.config.plot_every and (last or step % self.config.plot_every == self.config.plot_every - 1):
+            plot(self.out_dir / "metrics.jsonl", self.out_dir / "curves.png")
+
+    def _console_line(self, step: int, record: dict) -> str:
+        recent = sorted(self._step_times[-20:])
+        left = recent[len(recent) // 2] * (self.num_steps - step - 1)
+        shown = [f"step {step + 1:>4}/{self.num_steps}"]
+        for label, name, form in (
+            ("reward", "reward/mean", "{:.3f}"),
+            ("eval", "eval/reward", "{:.3f}"),
+            ("length", "response_length/mean", "{:.1f}"),
+            ("entropy", "actor/entropy", "{:.3f}"),
+            ("kl", "actor/ppo_kl", "{:.5f}"),
+            ("grad", "actor/grad_norm", "{:.3f}"),
+            ("tok/s", "throughput/tokens_per_sec", "{:.0f}"),
+        ):
+            if record.get(name) is not None:
+                shown.append(f"{label} {form.format(record[name])}")
+        return "  ".join([*shown, f"{record['timing_s/step']:.2f} s", f"left {left / 60:.1f} min"])
+
+    def _find_alarms(self, record: dict) -> Iterator[tuple[str, str]]:
+        mismatch = record.get("rollout_corr/kl", 0.0)
+        if mismatch > self.config.mismatch_alarm:
+            yield "mismatch", f"sampler and trainer differ by {mismatch:.3f} nats per token; run once with --verify-sync"
+        entropy = record.get("actor/entropy", math.inf)
+        if entropy < self.config.entropy_alarm:
+            yield "entropy", f"entropy is down to {entropy:.4f} nats; consider --loss.entropy-coef or a higher --loss.clip-high"
+        flat = record.get("reward/frac_zero_std", 0.0) == 1.0
+        self._steps_without_spread = self._steps_without_spread + 1 if flat else 0
+        if self._steps_without_spread >= self.config.zero_std_alarm:
+            yield "spread", f"no group had any spread for {self._steps_without_spread} steps: the task is too easy or too hard"
+
+
+def _keep_before(file: Path, step: int) -> None:
+    """Keep the JSON lines whose "step" is below `step`; the last line may have been cut by a crash."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < step]
+    file.write_text("".join(line + "\n" for line in kept))
+
+
+def peak_flops() -> float | None:
+    """Dense bf16 FLOP/s of this device by its datasheet; None if it is not in the table (CPU)."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+
+def model_flops(num_parameters: int, num_layers: int, hidden_size: int, lengths: list[int]) -> float:
+    """FLOPs of forward and backward over sequences of `lengths`: 6 x parameters x tokens + causal attention."""
+    attention = 6 * num_layers * hidden_size * sum(length * length for length in lengths)
+    return 6 * num_parameters * sum(lengths) + attention
+
+
+class _UtilizationSampler:
+    """NVML utilisation of this process's GPU, sampled in a thread every 50 ms; absent without a GPU or NVML."""
+
+    def __init__(self):
+        self._samples: list[tuple[float, float]] = []
+        self._spans: list[tuple[str, float, float]] = []
+        if not torch.cuda.is_available():
+            return
+        try:
+            import pynvml
+        except ImportError:
+            return
+        pynvml.nvmlInit()
+        # By UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's.
+        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+
+        def sample() -> None:
+            while True:
+                self._samples.append((time.perf_counter(), pynvml.nvmlDeviceGetUtilizationRates(handle).gpu))
+                time.sleep(0.05)
+
+        threading.Thread(target=sample, daemon=True).start()
+
+    def record(self, name: str, start: float, end: float) -> None:
+        self._spans.append((name, start, end))
+
+    def mean(self, name: str) -> float | None:
+        """Mean per cent inside the phases called `name`; None if they lasted under half a second together."""
+        spans = [(start, end) for n, start, end in self._spans if n == name]
+        values = [value for t, value in list(self._samples) if any(start <= t <= end for start, end in spans)]
+        if sum(end - start for start, end in spans) < 0.5 or not values:
+            return None
+        return sum(values) / len(values)
+
+    def clear(self) -> None:
+        self._samples.clear()
+        self._spans.clear()
+
+
+def plot(metrics_file: Path, out_file: Path) -> None:
+    """Draw the curves of a metrics.jsonl as one picture (nothing where matplotlib is not installed)."""
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    records = [json.loads(line) for line in open(metrics_file)]
+    panels = [
+        ("reward", ["reward/mean", "eval/reward"]),
+        ("response length [tokens]", ["response_length/mean"]),
+        ("entropy [nats]", ["actor/entropy"]),
+        ("KL [nats]", ["actor/ppo_kl", "actor/kl_loss", "rollout_corr/kl"]),
+        ("gradient norm", ["actor/grad_norm"]),
+        ("tokens/s", ["throughput/tokens_per_sec"]),
+    ]
+    figure, axes = plt.subplots(2, 3, figsize=(14, 7))
+    for axis, (title, names) in zip(axes.flat, panels, strict=True):
+        for name in names:
+            points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
+            if points:
+                axis.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 30 else "")
+        axis.set(title=title, xlabel="step")
+        axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(out_file, dpi=90)
+    plt.close(figure)

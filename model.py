@@ -1,0 +1,306 @@
+"""A Transformers model as FSDP2 shards: loading, precision, optimizer.
+
+The problem. A 7 B model with fp32 master weights, gradients and two Adam moments is 112 GB; on W ranks each should hold 1/W of
+it, from the first byte on. Loading the whole checkpoint on each rank first would need W x 28 GB of host memory.
+
+How it works.
+1. The model is built without memory for its parameters (on "meta"), but with real buffers: rotary frequencies are not in a
+   checkpoint, and `to_empty` would leave garbage in them.
+2. `fully_shard` splits each decoder layer, then the rest (embedding, final norm, head: in one group, since they may be tied).
+3. Each rank reads only its own rows from the safetensors files, straight into its shard.
+       weight [10, D] on 4 ranks: ceil(10 / 4) = 3 rows each -> rows 0-2, 3-5, 6-8, 9
+4. Forward and backward gather one layer at a time in bf16 (on GPU); gradients are summed in fp32; the optimizer updates the
+   fp32 shard. bf16 master weights lose small updates: 0.02 - 1e-6 rounds back to 0.02.
+
+FSDP averages gradients over ranks by default. Here every loss is already divided by a count over all ranks, so the division is
+switched off once, in `_shard`, and gradients are plain sums.
+
+Dropout is set to 0: a ratio between two passes of one policy must be 1.
+
+What we give up: tensor, context and expert parallelism in the trainer; checkpoints whose tensor names differ from the model's.
+Sources: Zhao 2023 (FSDP, arXiv:2304.11277); torch.distributed.fsdp.fully_shard; Loshchilov 2019 (AdamW, arXiv:1711.05101).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights the optimizer updates; bfloat16 halves memory and loses updates below 0.4 % of a weight."""
+    activation_checkpointing: bool = False
+    """Keep one activation per layer and compute the others again in the backward pass: less memory, about 25 % more time."""
+    compile: bool = False
+    """torch.compile each decoder layer (GPU): about 1.3 x faster after a minute of compilation."""
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after its forward (ZeRO-3); off: keep them until its backward (ZeRO-2)."""
+    reduce_every_row: bool = False
+    """Reduce gradients after every row instead of once per minibatch: more communication, no unsharded fp32 gradients."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    warmup_steps: int = 10
+    """Optimization steps over which the learning rate rises linearly from 0."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after warm-up, down to a tenth at the last step."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; inf: no clipping."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices (not of norms and biases); 0: off."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """Decay rates of Adam's two moments."""
+
+    def __post_init__(self):
+        if self.warmup_steps < 0 or self.weight_decay < 0 or self.max_grad_norm <= 0:
+            raise ValueError(
+                f"--optim.warmup-steps {self.warmup_steps}, --optim.weight-decay {self.weight_decay}: at least 0; "
+                f"--optim.max-grad-norm {self.max_grad_norm}: above 0 (inf switches clipping off)"
+            )
+
+
+def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
+    """A 1-D mesh "shard" over all ranks that torchrun started (one rank without torchrun); this rank's device is selected.
+
+    Collectives that wait longer than timeout_s fail: it must exceed the longest rollout or reward. Seeds torch alike on all ranks.
+    """
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
+        os.environ.setdefault(name, value)
+    store = None
+    if "MASTER_PORT" not in os.environ:
+        store = dist.HashStore()  # a single process: no port to collide on
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    ranks = dict(store=store, rank=0, world_size=1) if store is not None else {}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **ranks)
+    sys.excepthook = _exit_now
+    torch.manual_seed(seed)
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+def _exit_now(kind, value, trace) -> None:
+    """Report an uncaught exception and leave without clean-up: a normal exit waits for collectives the others never join."""
+    text = "".join(traceback.format_exception(kind, value, trace))
+    print(f"[rank {os.environ.get('RANK', '0')}] {text}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def find_model(name: str, built_in: Callable[[], str]) -> str:
+    """The local directory of a model: `name` itself if it is one, else its snapshot from the Hugging Face Hub. Collective.
+
+    The name "built-in" is what built_in() returns on rank 0.
+
+    Raises ValueError for a directory without config.json, and for a Hub name that cannot be fetched.
+    """
+    if name == "built-in":
+        made = [built_in() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(made)
+        return made[0]
+    if not Path(name).exists():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+        # The first rank of each host downloads, the others then find the files in the cache.
+        for turn in (True, False):
+            if (os.environ.get("LOCAL_RANK", "0") == "0") == turn:
+                try:
+                    name = snapshot_download(name, allow_patterns=patterns)
+                except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+                    raise ValueError(f"--model {name}: no such directory, and not on the Hub ({error})") from error
+            if dist.is_initialized():
+                dist.barrier()
+    if not (Path(name) / "config.json").exists():
+        raise ValueError(f"--model {name}: has no config.json; give a Hugging Face model directory or a Hub name")
+    return name
+
+
+def load_policy(path: str, mesh: DeviceMesh, config: ModelConfig | None = None, *, trainable: bool = True) -> nn.Module:
+    """The causal language model at `path` as FSDP2 shards over `mesh`, in training mode without dropout.
+
+    Collective. trainable False: a frozen reference, in the compute dtype (bf16 on GPU, fp32 on CPU).
+    Raises ValueError for a directory without safetensors, and for tensors that are missing or have another shape.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = config or ModelConfig()
+    hf_config = AutoConfig.from_pretrained(path)
+    for unsupported in ("logit_scale", "logits_scaling"):
+        if getattr(hf_config, unsupported, 1.0) != 1.0:
+            raise ValueError(f"{path}: models that scale their logits ({unsupported}) are not supported")
+    compute_dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
+    dtype = getattr(torch, config.master_dtype) if trainable else compute_dtype
+    with parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+    model = shard(model, mesh, config, compute_dtype)
+    load_shards(model, path)
+    return model if trainable else model.requires_grad_(False)
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules built inside have parameters without memory, and real buffers (which no checkpoint holds)."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self, name, param):
+        register(self, name, param)
+        if param is not None and not param.is_meta:
+            self._parameters[name] = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, config: ModelConfig, compute_dtype: torch.dtype) -> nn.Module:
+    """`model`, built under parameters_on_meta, split over `mesh` by decoder layer, with uninitialised shards on the device."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if config.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = model.get_decoder().layers
+    if config.compile:
+        for layer in layers:
+            layer.compile(dynamic=True)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for part in [*layers, model]:
+        # The root is gathered once per forward and needed again at once by the backward of the head.
+        reshard = config.reshard_after_forward and part is not model
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=mesh.device_type)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    return model.train()
+
+
+def load_shards(model: nn.Module, path: str, *, new: tuple[str, ...] = ()) -> None:
+    """Fill this rank's shards from the safetensors files in `path`, reading only its rows.
+
+    new: names of parameters that the checkpoint need not have (left as they are). Raises ValueError as load_policy does.
+    """
+    from safetensors import safe_open
+
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{path}: has no *.safetensors files; save it with model.save_pretrained(dir) first")
+    with contextlib.ExitStack() as stack:
+        where = {}
+        for file in files:
+            handle = stack.enter_context(safe_open(file, framework="pt"))
+            where.update(dict.fromkeys(handle.keys(), handle))
+        parameters = {clean_name(name): p for name, p in model.named_parameters()}  # a tied head is listed once
+        missing = [name for name in parameters if name not in where and name not in new]
+        if missing:
+            raise ValueError(f"{path}: {len(missing)} tensors of {type(model).__name__} are missing: {', '.join(missing[:4])}")
+        for name, parameter in parameters.items():
+            if name in where:
+                _load_rows(parameter, where[name].get_slice(name), f"{path}: {name}")
+
+
+@torch.no_grad()
+def _load_rows(parameter: Tensor, rows, label: str) -> None:
+    if list(parameter.shape) != rows.get_shape():
+        raise ValueError(f"{label} has shape {rows.get_shape()}, the model wants {list(parameter.shape)}")
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    start = 0
+    if isinstance(parameter, DTensor):
+        axis = parameter.device_mesh.mesh_dim_names.index("shard")
+        per_rank = math.ceil(parameter.shape[0] / parameter.device_mesh.size(axis))
+        start = min(per_rank * parameter.device_mesh.get_local_rank(axis), parameter.shape[0])
+    if local.numel():
+        local.copy_(rows[start : start + local.shape[0]])
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name in the checkpoint, without the prefixes of torch.compile and activation checkpointing."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Set target's shards to source's, which must be split alike (a reference refreshed from the policy)."""
+    for p, q in zip(source.parameters(), target.parameters(), strict=True):
+        q.to_local().copy_(p.to_local())
+
+
+def memory_plan(path: str, num_ranks: int, config: ModelConfig, *, frozen_copies: int) -> str:
+    """What stays in a rank's memory while training the model at `path`, in GiB, as a line of text."""
+    from safetensors import safe_open
+
+    num_parameters = 0
+    for file in Path(path).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            num_parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())
+    gib = num_parameters / num_ranks / 2**30
+    master = 4 if config.master_dtype == "float32" else 2
+    frozen = frozen_copies * (2 if torch.cuda.is_available() else 4)
+    return (
+        f"{num_parameters / 1e6:.1f} M parameters on {num_ranks} ranks: weights {master * gib:.2f}, gradients {master * gib:.2f}, "
+        f"optimizer {2 * master * gib:.2f}, frozen models {frozen * gib:.2f} GiB a rank"
+    )
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig, learning_rate: float) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; weight decay on matrices alone. State has the dtype of the (sharded) parameters."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=config.betas, fused=True)
+
+
+def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig) -> float:
+    """Learning rate of 0-based `step`: linear warm-up to `peak`, then the decay's shape down to peak / 10 at the last step."""
+    if step < config.warmup_steps:
+        return peak * (step + 1) / (config.warmup_steps + 1)
+    if config.decay == "constant":
+        return peak
+    progress = (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps)
+    shape = 1 - progress if config.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * (0.1 + 0.9 * shape)
+
+
+def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, learning_rate: float, max_grad_norm: float) -> float:
+    """Clip by the global norm, step, clear; returns the norm before clipping (the one host sync of an update).
+
+    Raises FloatingPointError on a norm that is not finite, before any weight changes.
+    """
+    norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], max_grad_norm)
+    norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"gradient norm is {norm}: lower --learning-rate, or look at the last rows of samples.jsonl")
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm

@@ -1,0 +1,112 @@
+"""FSDP2 shards -> full tensors, bucket by bucket -> the sampler's engine.
+
+The problem. Trainer and sampler keep the same weights in different layouts: 1/W of every tensor in fp32 here, whole (or
+tensor-parallel) tensors in bf16 there. Before each rollout the weights must cross. Gathering the whole model first costs a full
+copy on every rank (15 GB for 7 B); gathering tensor by tensor costs a collective per tensor; gathering fp32 moves twice the bytes.
+
+How it works.
+1. Cast the local shard to the sampler's dtype, then gather: half the bytes.
+2. Tensors are grouped into buckets; one all-gather per bucket.
+       rank 0 sends [a0 b0 c0], rank 1 sends [a1 b1 c1]   ->   a = a0 a1, b = b0 b1, c = c0 c1
+3. While the engine loads one bucket, the next one is already being gathered. `bucket_bytes` is what both hold together.
+4. The engine's own loader slices for tensor parallelism and fuses q, k, v; it takes the checkpoint's names.
+A tied head is one parameter and is sent once, under the embedding's name. On one rank nothing is gathered, only cast.
+
+Peak extra memory: bucket_bytes plus the largest tensor. Bytes received per rank: (W - 1) / W of the model in the sampler's dtype,
+which is the minimum for a sampler that holds whole tensors.
+What we give up: with W equal to the tensor-parallel size each rank needs only its own slices; HybridFlow's zero-redundancy layout
+(section 5.3) then moves almost nothing. Here every rank gathers whole tensors.
+Sources: Sheng 2024 (HybridFlow, arXiv:2409.19256, section 5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def sync_weights(model: nn.Module, engine, *, dtype: torch.dtype = torch.bfloat16, bucket_bytes: int = 1 << 29) -> int:
+    """Bytes of full tensors that `engine.load_weights` took from the sharded `model`. Collective over the model's mesh."""
+    return engine.load_weights(iter_full_params(model, dtype=dtype, bucket_bytes=bucket_bytes))
+
+
+@torch.no_grad()
+def iter_full_params(
+    model: nn.Module, *, dtype: torch.dtype = torch.bfloat16, bucket_bytes: int = 1 << 29
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Lists of (checkpoint name, full tensor in `dtype`), each list a bucket; every parameter once. Collective.
+
+    A yielded tensor stays valid as long as it is referenced: no buffer is reused. Stopping early leaves other ranks waiting.
+    """
+    parameters = [(_clean_name(name), p) for name, p in model.named_parameters()]  # tied parameters are listed once
+    sharded = any(isinstance(p, DTensor) and _shard_axis(p)[1] > 1 for _, p in parameters)
+    # Two buckets are alive at a time, if there is something to wait for.
+    limit = bucket_bytes // 2 if sharded else bucket_bytes
+    pending = None
+    for bucket in _buckets(parameters, limit, dtype.itemsize):
+        started = _start_gather(bucket, dtype)
+        if pending is not None:
+            yield _finish_gather(*pending)
+        pending = started
+        del started
+    if pending is not None:
+        yield _finish_gather(*pending)
+
+
+def _clean_name(name: str) -> str:
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _shard_axis(p: DTensor) -> tuple[dist.ProcessGroup, int]:
+    """The process group over which p is split on dim 0, and its size."""
+    axis = p.device_mesh.mesh_dim_names.index("shard")
+    return p.device_mesh.get_group(axis), p.device_mesh.size(axis)
+
+
+def _buckets(parameters: list[tuple[str, Tensor]], limit: int, itemsize: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Consecutive parameters whose full size together is at most `limit` bytes; a larger one is a bucket of its own."""
+    bucket = []
+    size = 0
+    for name, p in parameters:
+        if bucket and size + p.numel() * itemsize > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, p))
+        size += p.numel() * itemsize
+    if bucket:
+        yield bucket
+
+
+def _start_gather(bucket, dtype):
+    """Cast this rank's shards into one flat buffer and start its all-gather (none on one rank)."""
+    if not isinstance(bucket[0][1], DTensor) or _shard_axis(bucket[0][1])[1] == 1:
+        full = [(name, (p.to_local() if isinstance(p, DTensor) else p.detach()).to(dtype)) for name, p in bucket]
+        return full, None, None, None
+    group, world = _shard_axis(bucket[0][1])
+    device = bucket[0][1].to_local().device
+    sizes = [math.ceil(p.shape[0] / world) * p[0].numel() for _, p in bucket]  # ceil: the last ranks may have fewer rows
+    local = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    for piece, (_, p) in zip(local.split(sizes), bucket, strict=True):
+        shard = p.to_local()
+        piece[: shard.numel()].copy_(shard.flatten())
+    gathered = torch.empty(world * local.numel(), dtype=dtype, device=device)
+    work = dist.all_gather_into_tensor(gathered, local, group=group, async_op=True)
+    return bucket, gathered, (local, sizes), work
+
+
+def _finish_gather(bucket, gathered, sent, work) -> list[tuple[str, Tensor]]:
+    if work is None:
+        return bucket
+    work.wait()
+    _, sizes = sent
+    by_rank = gathered.view(-1, sum(sizes))  # [W, elements per rank]
+    full = []
+    for (name, p), piece in zip(bucket, by_rank.split(sizes, dim=1), strict=True):
+        # A bucket of one tensor is already contiguous, and reshape is a view then: the largest tensor is not copied.
+        full.append((name, piece.reshape(-1)[: p.numel()].view(p.shape)))
+    return full
