@@ -31,7 +31,6 @@ NVIDIA_SMI = """#!/usr/bin/env bash
 case $1 in topo) cat "$MACHINE/topology" ;; *) cat "$MACHINE/gpus" ;; esac
 """
 COMMANDS = "bash cat cp cut dirname env find flock grep mkdir nproc paste rm sha256sum sleep sort tail test tr".split()
-CORE = min(os.sched_getaffinity(0))
 
 
 class Machine:
@@ -54,13 +53,13 @@ class Machine:
         (self.bin / name).write_text(text)
         (self.bin / name).chmod(0o755)
 
-    def gpus(self, nodes, links="NV18"):
-        """One GPU per entry of nodes, which is its NUMA node; their cores are one that this process may use."""
+    def gpus(self, nodes, cores=min(os.sched_getaffinity(0))):
+        """One GPU per entry of nodes, which is its NUMA node; by default with a core that this process may use."""
         names = [f"GPU{i}" for i in range(len(nodes))]
         lines = ["\t\x1b[4m" + "\t".join(names) + "\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m"]
         for i, node in enumerate(nodes):
-            cells = [" X " if i == j else links for j in range(len(nodes))]
-            lines.append("\t".join([names[i], *cells, "SYS", str(CORE), str(node), "\tN/A"]))
+            cells = [" X " if i == j else "NV18" for j in range(len(nodes))]
+            lines.append("\t".join([names[i], *cells, "SYS", str(cores), str(node), "\tN/A"]))
         lines += ["NIC0\t" + "\t".join(["SYS"] * len(nodes)) + "\t X ", "", "Legend:", "", "  X    = Self"]
         (self.bin.parent / "topology").write_text("\n".join(lines))
         (self.bin.parent / "gpus").write_text("".join(f"{i}, GPU-a{i}f0, NVIDIA H200\n" for i in range(len(nodes))))
@@ -171,10 +170,11 @@ def test_two_starts_at_once_install_once(machine):
 
 
 def test_without_a_supported_python_the_error_says_so(machine):
-    for name in ("python3", "python3.11", "python3.12"):
-        machine.stub(name, "#!/usr/bin/env bash\necho Python 3.11 or 3.12\nexit 1\n")
+    old = "import sys; sys.version_info = (3, 10, 9); exec(sys.stdin.read())"
+    machine.stub("python3", f"#!/usr/bin/env bash\nexec {sys.executable} -S -I -c '{old}' ${{@:2}}\n")
     job = machine.run("python", "-c", "")
     assert job.returncode == 2
+    assert "python3 lacks Python 3.11 or 3.12; using .venv" in job.err
     assert job.err.splitlines()[-1].startswith("error: needs Python 3.11 or 3.12")
 
 
@@ -205,6 +205,14 @@ def test_gpus_on_one_node_are_told_in_a_sentence_and_ranks_are_bound(machine):
     assert job.err.count("GPU0\t X \tNV18") == 1
     assert "Legend" not in job.err and "warning" not in job.err
     assert "torchrun --standalone --numa-binding=node --nproc-per-node 2 grpo.py --seed 1\n" in job.out
+
+
+def test_ranks_are_not_bound_to_cores_that_the_job_may_not_use(machine):
+    machine.gpus([0, 0], cores="9998-9999,12000")    # a batch system gave it the cores of another node
+    machine.stub("numactl", "#!/usr/bin/env bash\necho policy: default\n")
+    job = machine.run("grpo.py")
+    assert "on NUMA node 0; each rank is free to use any core" in job.err
+    assert "--numa-binding" not in job.out
 
 
 def test_gpus_on_two_nodes_get_a_warning_and_a_choice_that_avoids_it(machine):
