@@ -36,6 +36,37 @@ def sync_weights(model: nn.Module, engine, *, dtype: torch.dtype = torch.bfloat1
 
 
 @torch.no_grad()
+def verify_sync(model: nn.Module, engine, *, dtype: torch.dtype = torch.bfloat16, bucket_bytes: int = 1 << 29) -> None:
+    """Raise RuntimeError naming the engine's parameters that do not hold what the trainer holds. Collective.
+
+    The weights are loaded once more, after overwriting the engine's with NaN (so that a parameter which the loader does not reach
+    shows as well), and fingerprints from before and after are compared: the engine's own loader says what is right.
+    """
+    before = _fingerprints(engine.model)
+    for p in engine.model.parameters():
+        if p.dtype.itemsize > 1:  # an 8-bit engine quantizes anew, from the tensors it is given
+            p.fill_(float("nan"))
+    sync_weights(model, engine, dtype=dtype, bucket_bytes=bucket_bytes)
+    after = _fingerprints(engine.model)
+    wrong = [name for name in after if before[name] != after[name]]
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} of {len(after)} engine parameters do not hold the trainer's weights: {wrong[:4]}")
+
+
+def _fingerprints(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Two sums over each parameter's bytes, one weighted by position: equal contents, equal sums."""
+    found = {}
+    for name, p in model.named_parameters():
+        total = weighted = 0
+        for piece in p.detach().contiguous().view(torch.uint8).flatten().split(1 << 24):  # int64 copies of 16 MiB at a time
+            wide = piece.to(torch.int64)
+            total = total + wide.sum()
+            weighted = weighted * 31 + (wide * (torch.arange(len(wide), device=wide.device) % 65521 + 1)).sum()
+        found[name] = int(total), int(weighted)
+    return found
+
+
+@torch.no_grad()
 def iter_full_params(
     model: nn.Module, *, dtype: torch.dtype = torch.bfloat16, bucket_bytes: int = 1 << 29
 ) -> Iterator[list[tuple[str, Tensor]]]:
