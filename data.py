@@ -182,6 +182,16 @@ def _render(messages: list[dict], tokenizer, config: DataConfig, source: str) ->
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
 
 
+def stop_token_ids(path: str, *more: int | None) -> list[int]:
+    """All ids that end a response: of the model's generation_config.json and config.json, and `more` (the tokenizer's)."""
+    ids = set(more) - {None}
+    for name in ("generation_config.json", "config.json"):
+        file = Path(path) / name
+        eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+        ids.update([eos] if isinstance(eos, int) else eos or [])
+    return sorted(ids)
+
+
 class PromptStream:
     """An endless iterator over batches of prompts, the same on every rank, with a state of one integer per data set."""
 

@@ -32,7 +32,7 @@ import tyro
 from advantages import AdvantageCache, AdvantageConfig, group_advantages, overlong_penalty
 from attention import use_packed_attention
 from checkpoint import GeneratorState, RunConfig, TrainState, copy_model_files, from_json, load, save, save_safetensors
-from data import DataConfig, Prompt, PromptStream, load_prompts, to_prompts
+from data import DataConfig, Prompt, PromptStream, load_prompts, stop_token_ids, to_prompts
 from examples import addition
 from exchange import exchange
 from logprobs import token_logprobs
@@ -41,9 +41,9 @@ from metrics import LogConfig, Metrics
 from model import ModelConfig, OptimConfig, copy_weights, find_model, init_distributed, learning_rate_at, load_policy
 from model import make_optimizer, memory_plan, optimizer_step
 from packing import BatchConfig, PackedRow, lay_out, packing_efficiency, sequence
-from reshard import iter_full_params, sync_weights
+from reshard import iter_full_params, sync_weights, verify_sync
 from rewards import RewardConfig, Scorer
-from rollout import Rollout, RolloutConfig, make_engine
+from rollout import HfEngine, Rollout, RolloutConfig, VllmEngine
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,10 @@ def main(args: Args) -> None:
     if args.loss.kl_coef:
         reference = load_policy(path, mesh, args.model, trainable=False)
         use_packed_attention(reference)
-    sizes = dict(max_prompt_tokens=args.data.max_prompt_tokens, num_samples=args.batch.num_samples)
-    engine = make_engine(path, args.rollout, **sizes, eos_token_id=tokenizer.eos_token_id, seed=args.seed)
+    engine = (VllmEngine if args.rollout.engine == "vllm" else HfEngine)(
+        path, args.rollout, max_prompt_tokens=args.data.max_prompt_tokens, num_samples=args.batch.num_samples,
+        stop_ids=stop_token_ids(path, tokenizer.eos_token_id), seed=args.seed,
+    )
     to_engine = dict(dtype=engine.dtype, bucket_bytes=args.bucket_mb << 20)
     cache = AdvantageCache()
     state = {"policy": TrainState(policy, optimizer), "stream": stream, "generators": GeneratorState()}
@@ -138,7 +140,7 @@ def main(args: Args) -> None:
             with metrics.timer("reshard"):
                 sync_weights(policy, engine, **to_engine)
                 if args.verify_sync:
-                    engine.verify_weights(iter_full_params(policy, **to_engine))
+                    verify_sync(policy, engine, **to_engine)
             if args.eval_every and (is_last or step % args.eval_every == 0):
                 with metrics.timer("eval"):
                     evaluate(args, engine, scorer, tokenizer, eval_prompts, metrics)
