@@ -1,24 +1,26 @@
 """A Transformers model as FSDP2 shards: loading, precision, optimizer.
 
-The problem. A 7 B model with fp32 master weights, gradients and two Adam moments is 112 GB; on W ranks each should hold 1/W of
-it, from the first byte on. Loading the whole checkpoint on each rank first would need W x 28 GB of host memory.
+The problem. A 7 B model with fp32 master weights, gradients and two Adam moments is 112 GB; on W ranks each should hold
+1/W of it, from the first byte on. Loading the whole checkpoint on each rank first would need W x 28 GB of host memory.
 
 How it works.
-1. The model is built without memory for its parameters (on "meta"), but with real buffers: rotary frequencies are not in a
-   checkpoint, and `to_empty` would leave garbage in them.
-2. `fully_shard` splits each decoder layer, then the rest (embedding, final norm, head: in one group, since they may be tied).
+1. The model is built without memory for its parameters (on "meta"), but with real buffers: rotary frequencies are not
+   in a checkpoint, and `to_empty` would leave garbage in them.
+2. `fully_shard` splits each decoder layer, then the rest (embedding, final norm, head: one group, they may be tied).
 3. Each rank reads only its own rows from the safetensors files, straight into its shard.
        weight [10, D] on 4 ranks: ceil(10 / 4) = 3 rows each -> rows 0-2, 3-5, 6-8, 9
-4. Forward and backward gather one layer at a time in bf16 (on GPU); gradients are summed in fp32; the optimizer updates the
-   fp32 shard. bf16 master weights lose small updates: 0.02 - 1e-6 rounds back to 0.02.
+4. Forward and backward gather one layer at a time in bf16 (on GPU); gradients are summed in fp32; the optimizer updates
+   the fp32 shard. bf16 master weights lose small updates: 0.02 - 1e-6 rounds back to 0.02.
 
-FSDP averages gradients over ranks by default. Here every loss is already divided by a count over all ranks, so the division is
-switched off once, in `_shard`, and gradients are plain sums.
+FSDP averages gradients over ranks by default. Here every loss is already divided by a count over all ranks, so the
+division is switched off once, in `shard`, and gradients are plain sums.
 
 Dropout is set to 0: a ratio between two passes of one policy must be 1.
 
-What we give up: tensor, context and expert parallelism in the trainer; checkpoints whose tensor names differ from the model's.
-Sources: Zhao 2023 (FSDP, arXiv:2304.11277); torch.distributed.fsdp.fully_shard; Loshchilov 2019 (AdamW, arXiv:1711.05101).
+What we give up: tensor, context and expert parallelism in the trainer; checkpoints whose tensor names differ from the
+model's.
+Sources: Zhao 2023 (FSDP, arXiv:2304.11277); torch.distributed.fsdp.fully_shard; Loshchilov 2019 (AdamW,
+arXiv:1711.05101).
 """
 
 from __future__ import annotations
@@ -47,13 +49,13 @@ class ModelConfig:
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights the optimizer updates; bfloat16 halves memory and loses updates below 0.4 % of a weight."""
     activation_checkpointing: bool = False
-    """Keep one activation per layer and compute the others again in the backward pass: less memory, about 25 % more time."""
+    """Keep one activation per layer and compute the others again in the backward: less memory, about 25 % more time."""
     compile: bool = False
     """torch.compile each decoder layer (GPU): about 1.3 x faster after a minute of compilation."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward (ZeRO-3); off: keep them until its backward (ZeRO-2)."""
     reduce_every_row: bool = False
-    """Reduce gradients after every row instead of once per minibatch: more communication, no unsharded fp32 gradients."""
+    """Reduce gradients after every row, not once per minibatch: more communication, no unsharded fp32 gradients."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,10 @@ class OptimConfig:
 
 
 def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
-    """A 1-D mesh "shard" over all ranks that torchrun started (one rank without torchrun); this rank's device is selected.
+    """A 1-D mesh "shard" over all ranks that torchrun started (one rank without it); this rank's device is selected.
 
-    Collectives that wait longer than timeout_s fail: it must exceed the longest rollout or reward. Seeds torch alike on all ranks.
+    Collectives that wait longer than timeout_s fail: it must exceed the longest rollout or reward. Seeds torch alike on
+    all ranks.
     """
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
         os.environ.setdefault(name, value)
@@ -99,7 +102,7 @@ def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
 
 
 def _exit_now(kind, value, trace) -> None:
-    """Report an uncaught exception and leave without clean-up: a normal exit waits for collectives the others never join."""
+    """Report an uncaught exception and leave without clean-up: a normal exit waits for collectives nobody joins."""
     text = "".join(traceback.format_exception(kind, value, trace))
     print(f"[rank {os.environ.get('RANK', '0')}] {text}", file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -107,10 +110,9 @@ def _exit_now(kind, value, trace) -> None:
 
 
 def find_model(name: str, built_in: Callable[[], str]) -> str:
-    """The local directory of a model: `name` itself if it is one, else its snapshot from the Hugging Face Hub. Collective.
+    """The local directory of a model: `name` itself if it is one, else its snapshot from the Hub. Collective.
 
     The name "built-in" is what built_in() returns on rank 0.
-
     Raises ValueError for a directory without config.json, and for a Hub name that cannot be fetched.
     """
     if name == "built-in":
@@ -149,6 +151,9 @@ def load_policy(path: str, mesh: DeviceMesh, config: ModelConfig | None = None, 
     for unsupported in ("logit_scale", "logits_scaling"):
         if getattr(hf_config, unsupported, 1.0) != 1.0:
             raise ValueError(f"{path}: models that scale their logits ({unsupported}) are not supported")
+    for name, value in list(vars(hf_config).items()):
+        if "drop" in name and isinstance(value, float):
+            setattr(hf_config, name, 0.0)
     compute_dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
     dtype = getattr(torch, config.master_dtype) if trainable else compute_dtype
     with parameters_on_meta():
@@ -176,13 +181,10 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, config: ModelConfig, compute_dtype: torch.dtype) -> nn.Module:
-    """`model`, built under parameters_on_meta, split over `mesh` by decoder layer, with uninitialised shards on the device."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    """`model`, built under parameters_on_meta, split over `mesh` by decoder layer, with uninitialised shards."""
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    layers = model.get_decoder().layers
+    layers = next(part for part in model.get_decoder().children() if isinstance(part, nn.ModuleList))
     if config.compile:
         for layer in layers:
             layer.compile(dynamic=True)
@@ -205,7 +207,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: ModelConfig, compute_dtype
 def load_shards(model: nn.Module, path: str, *, new: tuple[str, ...] = ()) -> None:
     """Fill this rank's shards from the safetensors files in `path`, reading only its rows.
 
-    new: names of parameters that the checkpoint need not have (left as they are). Raises ValueError as load_policy does.
+    new: names of parameters that the checkpoint need not have (left as they are). Raises as load_policy does.
     """
     from safetensors import safe_open
 
@@ -220,7 +222,8 @@ def load_shards(model: nn.Module, path: str, *, new: tuple[str, ...] = ()) -> No
         parameters = {clean_name(name): p for name, p in model.named_parameters()}  # a tied head is listed once
         missing = [name for name in parameters if name not in where and name not in new]
         if missing:
-            raise ValueError(f"{path}: {len(missing)} tensors of {type(model).__name__} are missing: {', '.join(missing[:4])}")
+            which = f"{len(missing)} tensors of {type(model).__name__} are missing: {', '.join(missing[:4])}"
+            raise ValueError(f"{path}: {which}; save the model with save_pretrained(dir)")
         for name, parameter in parameters.items():
             if name in where:
                 _load_rows(parameter, where[name].get_slice(name), f"{path}: {name}")
@@ -264,13 +267,13 @@ def memory_plan(path: str, num_ranks: int, config: ModelConfig, *, frozen_copies
     master = 4 if config.master_dtype == "float32" else 2
     frozen = frozen_copies * (2 if torch.cuda.is_available() else 4)
     return (
-        f"{num_parameters / 1e6:.1f} M parameters on {num_ranks} ranks: weights {master * gib:.2f}, gradients {master * gib:.2f}, "
-        f"optimizer {2 * master * gib:.2f}, frozen models {frozen * gib:.2f} GiB a rank"
+        f"{num_parameters / 1e6:.1f} M parameters on {num_ranks} ranks: weights {master * gib:.2f}, "
+        f"gradients {master * gib:.2f}, optimizer {2 * master * gib:.2f}, frozen models {frozen * gib:.2f} GiB a rank"
     )
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; weight decay on matrices alone. State has the dtype of the (sharded) parameters."""
+    """AdamW over the trainable parameters; weight decay on matrices alone. State has the dtype of the parameters."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -280,7 +283,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig, learning_rate: float) 
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig) -> float:
-    """Learning rate of 0-based `step`: linear warm-up to `peak`, then the decay's shape down to peak / 10 at the last step."""
+    """Learning rate of 0-based `step`: linear warm-up to `peak`, then the decay's shape down to peak / 10 at the end."""
     if step < config.warmup_steps:
         return peak * (step + 1) / (config.warmup_steps + 1)
     if config.decay == "constant":
@@ -290,7 +293,9 @@ def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig
     return peak * (0.1 + 0.9 * shape)
 
 
-def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, learning_rate: float, max_grad_norm: float) -> float:
+def optimizer_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, learning_rate: float, max_grad_norm: float
+) -> float:
     """Clip by the global norm, step, clear; returns the norm before clipping (the one host sync of an update).
 
     Raises FloatingPointError on a norm that is not finite, before any weight changes.
@@ -298,7 +303,7 @@ def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, learning_
     norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], max_grad_norm)
     norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not math.isfinite(norm):
-        raise FloatingPointError(f"gradient norm is {norm}: lower --learning-rate, or look at the last rows of samples.jsonl")
+        raise FloatingPointError(f"gradient norm is {norm}: lower --learning-rate; samples.jsonl has the last responses")
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
