@@ -160,7 +160,10 @@ def load_policy(path: str, mesh: DeviceMesh, config: ModelConfig | None = None, 
         model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
     model = shard(model, mesh, config, compute_dtype)
     load_shards(model, path)
-    return model if trainable else model.requires_grad_(False)
+    if not trainable:
+        model.requires_grad_(False)
+        model.set_reshard_after_forward(True)  # no backward will come to free what a forward has gathered
+    return model
 
 
 @contextlib.contextmanager
@@ -251,6 +254,9 @@ def clean_name(name: str) -> str:
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Set target's shards to source's, which must be split alike (a reference refreshed from the policy)."""
+    for module in [*source.modules(), *target.modules()]:
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward without backward leaves whole parameters in the place of the shards
     for p, q in zip(source.parameters(), target.parameters(), strict=True):
         q.to_local().copy_(p.to_local())
 
@@ -283,7 +289,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig, learning_rate: float) 
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig) -> float:
-    """Learning rate of 0-based `step`: linear warm-up to `peak`, then the decay's shape down to peak / 10 at the end."""
+    """Learning rate of 0-based `step`: linear warm-up to `peak`, then the decay down to peak / 10 at the last step."""
     if step < config.warmup_steps:
         return peak * (step + 1) / (config.warmup_steps + 1)
     if config.decay == "constant":
@@ -303,7 +309,7 @@ def optimizer_step(
     norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], max_grad_norm)
     norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not math.isfinite(norm):
-        raise FloatingPointError(f"gradient norm is {norm}: lower --learning-rate; samples.jsonl has the last responses")
+        raise FloatingPointError(f"gradient norm is {norm}: lower --learning-rate; see the last lines of samples.jsonl")
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
