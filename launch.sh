@@ -7,7 +7,7 @@
 # Four chores stand between a clone and the first step, and each goes wrong in its own way when it is done by hand.
 # 1. The environment. An install that was cut off looks finished; two launches on a fresh clone write over each other.
 #    So: the active environment if it has what pyproject.toml asks for, else .venv, filled under a lock. A stamp (hash
-#    of pyproject.toml) is written last; with it a start needs neither pip nor an import of torch: 0.1 s.
+#    of pyproject.toml) is written last; with it a start needs neither pip nor an import of torch: under 0.3 s.
 # 2. Where the GPUs sit. A rank on the wrong socket reaches its GPU over the link between the sockets; binding it gives
 #    1-10 % (torch/numa/binding.py). So: `nvidia-smi topo -m` and its meaning in a sentence, a warning when the GPUs
 #    span NUMA nodes, and each rank on the cores of its GPU's node, where torchrun can do that (it needs numactl).
@@ -28,7 +28,6 @@ default() { [[ -v $1 ]] || export "$1=$2"; }    # your value stays, an empty one
 num_ranks=${NPROC:-}
 if [[ ${1:-} == --nproc ]]; then num_ranks=${2:-none}; shift $(($# < 2 ? 1 : 2)); fi
 [[ $# -gt 0 ]] || die "nothing to run; usage: bash launch.sh [--nproc N] script.py | pytest | python [args]"
-
 gpus=$(nvidia-smi --query-gpu=index,uuid,name --format=csv,noheader 2>/dev/null) || gpus=    # none, or no driver
 groups=("$([[ $gpus ]] && echo gpu || echo cpu)" base)    # the engine first: it brings the torch that it was built for
 if [[ $1 == pytest ]]; then groups+=(wandb plot math data gguf test); fi    # the tests cover every extra
@@ -42,7 +41,6 @@ if not (3, 11) <= sys.version_info < (3, 13):
     print("Python 3.11 or 3.12")
     sys.exit(1)
 import tomllib
-
 def met(text):
     try:
         from packaging.requirements import Requirement    # transformers brings it, so a complete environment has it
@@ -50,7 +48,6 @@ def met(text):
         return requirement.specifier.contains(version(requirement.name), prereleases=True)
     except ImportError:    # PackageNotFoundError is one
         return False
-
 path, which, *groups = sys.argv[1:]
 project = tomllib.load(open(path, "rb"))["project"]
 lists = {"base": project["dependencies"], **project["optional-dependencies"]}
@@ -98,16 +95,25 @@ install() {
 
 python=$venv/bin/python
 if [[ ${VIRTUAL_ENV:-$venv} != "$venv" ]] || ! ready; then
-  active=$(command -v "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/}python3") || active=python3
+  home=${VIRTUAL_ENV:-$([[ ! -e $venv || -e $venv/lock ]] || echo "$venv")}    # without our lock, .venv is yours
+  active=$(command -v "${home:+$home/bin/}python3") || active=python3
   lacking=$(requirements "$active" unmet "${groups[@]}" 2>/dev/null) || lacking=${lacking:-Python}
-  if [[ -z $lacking && $active != "$venv"/* ]]; then
+  if [[ -z $lacking && ($active != "$venv"/* || ! -e $venv/lock) ]]; then
     python=$active
   elif ! ready; then
     say "$active lacks ${lacking%%$'\n'*}; using .venv"
+    [[ ! -e $venv || -e $venv/lock ]] || die "$venv was not made by launch.sh; complete it yourself, or remove it"
     install
   fi
 fi
 
+if [[ $gpus ]]; then
+  default CUDA_DEVICE_ORDER PCI_BUS_ID    # CUDA's own order is fastest first; this one is nvidia-smi's
+  # NVLink multicast helps all-reduce only; it fails or hangs where the fabric manager is not well, or where many groups
+  # use up its 128 slots (NVIDIA/nccl 1197, 2077). No NCCL_CUMEM_ENABLE=0: vLLM set it until NCCL 2.22 mended the bug
+  # behind it. No TORCH_NCCL_ASYNC_ERROR_HANDLING: torchrun sets it, so that a rank whose collective failed ends.
+  default NCCL_NVLS_ENABLE 0
+fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}    # for scripts below the root, such as benchmarks/
 case $1 in
   python) exec "$python" "${@:2}" ;;
@@ -130,7 +136,6 @@ fi
 topology() {
   "$python" - "$@" <<'END'
 import os, re, sys
-
 def cores(ranges):    # "0-3,8" -> {0, 1, 2, 3, 8}
     pairs = [part.split("-") for part in ranges.split(",")]
     return {core for pair in pairs for core in range(int(pair[0]), int(pair[-1]) + 1)}
@@ -161,23 +166,18 @@ END
 
 binding=
 if ((num_gpus > 0)); then
-  default CUDA_DEVICE_ORDER PCI_BUS_ID    # CUDA's own order is fastest first; this one is nvidia-smi's
-  # NVLink multicast helps all-reduce only; it fails or hangs where the fabric manager is not well, or where many groups
-  # use up its 128 slots (NVIDIA/nccl 1197, 2077). No NCCL_CUMEM_ENABLE=0: vLLM set it until NCCL 2.22 mended the bug
-  # behind it. No TORCH_NCCL_ASYNC_ERROR_HANDLING: by default a rank whose collective failed ends, which is right.
-  default NCCL_NVLS_ENABLE 0
-  say "NCCL decides, except for $(env | grep ^NCCL_ | sort | paste -sd' ')"
+  say "NCCL decides, except for $(env | grep '^NCCL_[^V]' | sort | paste -sd' ')"    # NCCL_VERSION labels an image
   matrix=$(nvidia-smi topo -m 2>/dev/null) || matrix=
   numactl=$(numactl --show 2>/dev/null) || numactl=    # fails in a container that forbids it
-  binding=$(topology "$(cut -d, -f1-"$num_ranks" <<<"$visible")" "$gpus" "$matrix" "$numactl")
+  visible=$(cut -d, -f1-"$num_ranks" <<<"$visible")
+  binding=$(topology "$visible" "$gpus" "$matrix" "$numactl") || binding=    # no reason to stop
 fi
 default OMP_NUM_THREADS $(($(nproc) > num_ranks ? $(nproc) / num_ranks : 1))    # torchrun's default is 1 thread a rank
 
-network=(--standalone)    # a free port, bound by the process that keeps it
+net=(--standalone)    # a free port, bound by the process that keeps it
 if ((${NNODES:-1} > 1)); then
   [[ ${MASTER_ADDR:-} && ${NODE_RANK:-} ]] || die "NNODES=$NNODES needs NODE_RANK (from 0) and MASTER_ADDR (of node 0)"
-  network=(--nnodes "$NNODES" --node-rank "$NODE_RANK")
-  network+=(--master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+  net=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
 
 # torchrun without its report of a failed rank: the rank has said what was wrong, unless a signal killed it.
@@ -197,4 +197,4 @@ except ChildFailedError as error:
     sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
 except SignalException as error:
     sys.exit(128 + error.sigval)
-' "${network[@]}" ${binding:+"$binding"} --nproc-per-node "$num_ranks" "$script" "${@:2}"
+' "${net[@]}" ${binding:+"$binding"} --nproc-per-node "$num_ranks" "$script" "${@:2}"

@@ -85,8 +85,8 @@ def machine(tmp_path):
 
 def run_here(*command, **env):
     """launch.sh in this test's own environment, which has what it needs."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("NPROC", "NNODES", "CUDA_VISIBLE_DEVICES")}
-    env = {**clean, "VIRTUAL_ENV": sys.prefix, **env}
+    clean = {key: value for key, value in os.environ.items() if key not in ("NPROC", "NNODES")}
+    env = {**clean, "VIRTUAL_ENV": sys.prefix, "CUDA_VISIBLE_DEVICES": "", **env}
     return subprocess.Popen(["bash", ROOT / "launch.sh", *map(str, command)], env=env, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -179,7 +179,10 @@ def test_without_a_supported_python_the_error_says_so(machine):
 
 
 def test_an_active_environment_that_has_everything_is_used_as_it_is(machine):
-    job = machine.run("python", "-c", "import sys; print(sys.prefix)", VIRTUAL_ENV=sys.prefix)
+    if shutil.which("nvidia-smi"):    # then these tests run beside the GPU build of vLLM
+        machine.gpus([0])
+    env = {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    job = machine.run("python", "-c", "import sys; print(sys.prefix)", **env)
     assert (job.out, job.err) == (f"{sys.prefix}\n", "")
     assert not (machine.clone / ".venv").exists()
 
@@ -191,6 +194,19 @@ def test_an_active_environment_that_lacks_something_is_left_alone(machine):
     job = machine.run("python", "-c", "", VIRTUAL_ENV=str(other.parent))
     assert f"launch: {other}/python3 lacks torch==2.13.0; using .venv" in job.err
     assert (machine.clone / ".venv/installed-base").exists()
+
+
+def test_a_venv_that_somebody_else_made_is_used_or_refused_but_never_changed(machine):
+    binaries = machine.clone / ".venv/bin"
+    binaries.mkdir(parents=True)
+    shutil.copy(machine.bin / "python3", binaries)
+    job = machine.run("python", "-c", "")
+    assert job.returncode == 2
+    assert job.err.splitlines()[0] == f"launch: {binaries}/python3 lacks torch==2.13.0; using .venv"
+    assert job.err.splitlines()[1].startswith(f"error: {machine.clone}/.venv was not made by launch.sh")
+    (binaries / "python3").write_text("#!/usr/bin/env bash\n[[ $1 == - ]] || echo mine\n")    # lacks nothing
+    assert machine.run("python", "-c", "").out == "mine\n"
+    assert machine.pip() == [] and [path.name for path in binaries.iterdir()] == ["python3"]
 
 
 def test_gpus_on_one_node_are_told_in_a_sentence_and_ranks_are_bound(machine):
@@ -228,7 +244,7 @@ def test_gpus_on_two_nodes_get_a_warning_and_a_choice_that_avoids_it(machine):
 
 
 @pytest.mark.parametrize("topology", ["", "nonsense\n\n", "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tPHB\t0-7\n"])
-def test_ranks_start_unbound_where_the_topology_is_not_known(machine, topology):
+def test_ranks_are_not_bound_where_the_topology_is_not_known(machine, topology):
     machine.gpus([0, 0])
     machine.stub("numactl", "#!/usr/bin/env bash\necho policy: default\n")
     (machine.bin.parent / "topology").write_text(topology)
@@ -237,12 +253,19 @@ def test_ranks_start_unbound_where_the_topology_is_not_known(machine, topology):
     assert "torchrun --standalone --nproc-per-node 2 " in job.out
 
 
+def test_a_topology_that_cannot_be_read_stops_no_job(machine):
+    machine.gpus([0, 0], cores="N/A")
+    machine.stub("numactl", "#!/usr/bin/env bash\necho policy: default\n")
+    assert "torchrun --standalone --nproc-per-node 2 " in machine.run("grpo.py").out
+
+
 def test_one_nccl_variable_is_set_and_a_users_value_stays(machine):
     machine.gpus([0, 0])
     job = machine.run("grpo.py")
     assert "launch: NCCL decides, except for NCCL_NVLS_ENABLE=0\n" in job.err
     assert {line for line in job.out.splitlines() if "NCCL_" in line} == {"NCCL_NVLS_ENABLE=0"}
-    job = machine.run("grpo.py", NCCL_NVLS_ENABLE="1", NCCL_DEBUG="WARN", OMP_NUM_THREADS="3", CUDA_DEVICE_ORDER="")
+    mine = {"NCCL_NVLS_ENABLE": "1", "NCCL_DEBUG": "WARN", "NCCL_VERSION": "2.28", "CUDA_DEVICE_ORDER": ""}
+    job = machine.run("grpo.py", OMP_NUM_THREADS="3", **mine)
     assert "launch: NCCL decides, except for NCCL_DEBUG=WARN NCCL_NVLS_ENABLE=1\n" in job.err
     assert {"NCCL_NVLS_ENABLE=1", "OMP_NUM_THREADS=3", "CUDA_DEVICE_ORDER="} <= set(job.out.splitlines())
 
@@ -263,7 +286,7 @@ def test_hidden_gpus_mean_ranks_on_the_cpu(machine, hidden):
     machine.gpus([0, 0])
     job = machine.run("grpo.py", CUDA_VISIBLE_DEVICES=hidden)
     assert "--nproc-per-node 1 " in job.out
-    assert "NCCL" not in job.out
+    assert "NCCL" not in job.err and "GPU" not in job.err
 
 
 def test_bad_calls_are_answered_in_one_line(machine):
