@@ -138,7 +138,7 @@ def _start_gather(bucket, dtype):
     for piece, (_, p) in zip(mine.split(sizes), bucket, strict=True):
         shard = p.to_local()
         piece[: shard.numel()].copy_(shard.flatten())
-    return bucket, gathered, all_gather(gathered, mine, group=group, async_op=True)
+    return bucket, gathered, all_gather(gathered.view(-1), mine, group=group, async_op=True)
 
 
 def _finish_gather(bucket, gathered, work) -> list[tuple[str, Tensor]]:
