@@ -1,0 +1,233 @@
+"""Weights out of the shards: complete, exact, in bounded memory, under the checkpoint's names."""
+
+import gc
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tiny import KINDS, save_tiny
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+
+import reshard
+from attention import use_packed_attention
+from logprobs import token_logprobs
+from model import ModelConfig, load_policy
+from packing import pack, sequence
+from reshard import iter_full_params, sync_weights, verify_sync
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """{kind: directory}; "uneven" has tensors of 5 rows, which leave the last of 4 ranks with none."""
+    made = {kind: save_tiny(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+    return made | {"uneven": save_tiny(tmp_path_factory.mktemp("uneven"), "llama", intermediate_size=5)}
+
+
+def load(path, **settings):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    policy = load_policy(path, mesh, ModelConfig(**settings))
+    use_packed_attention(policy)
+    return policy
+
+
+def full(policy, dtype=torch.float32, bucket_bytes=1 << 29):
+    return {name: p for bucket in iter_full_params(policy, dtype=dtype, bucket_bytes=bucket_bytes) for name, p in bucket}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_tensor_of_the_checkpoint_comes_out_once_and_exact(paths, world_size):
+    def job():
+        for path in paths.values():
+            expected = load_file(f"{path}/model.safetensors")
+            policy = load(path)
+            for bucket_bytes in (1, 4 * 30_000, 1 << 29):    # a tensor a bucket, some tensors a bucket, one bucket
+                buckets = list(iter_full_params(policy, dtype=torch.float32, bucket_bytes=bucket_bytes))
+                names = [name for bucket in buckets for name, _ in bucket]
+                assert sorted(names) == sorted(expected)    # a tied head is no tensor of its own
+                assert bucket_bytes > 1 or len(buckets) == len(names)
+                assert all(torch.equal(p, expected[name]) for bucket in buckets for name, p in bucket)
+
+    run_ranks(world_size, job)
+
+
+def test_the_cast_to_the_samplers_type_rounds_to_nearest_for_norms_and_matrices(paths):
+    """OpenRLHF#1348: the receiver took fp32 bytes for bf16 ones."""
+
+    def job():
+        policy = load(paths["qwen2"])
+        expected = load_file(f"{paths['qwen2']}/model.safetensors")
+        for name, p in full(policy, torch.bfloat16).items():
+            assert p.dtype == torch.bfloat16 and torch.equal(p, expected[name].bfloat16()), name
+
+    run_ranks(2, job)
+
+
+def test_wrappers_leave_no_trace_in_the_names(paths):
+    """huggingface/trl#7104: `_checkpoint_wrapped_module` in a name made the loader skip the tensor."""
+
+    def job():
+        wrapped = load(paths["qwen2"], activation_checkpointing=True)
+        wrapped.model.layers[0].mlp = checkpoint_wrapper(wrapped.model.layers[0].mlp)
+        assert any("_checkpoint_wrapped_module" in name for name, _ in wrapped.named_parameters())
+        assert full(wrapped).keys() == load_file(f"{paths['qwen2']}/model.safetensors").keys()
+
+    run_ranks(1, job)
+
+
+@pytest.mark.slow
+def test_compiled_layers_keep_their_names(paths):
+    def job():
+        compiled = load(paths["qwen2"], compile=True)
+        compiled.model.layers[1].mlp = torch.compile(compiled.model.layers[1].mlp)
+        assert any("_orig_mod" in name for name, _ in compiled.named_parameters())
+        assert full(compiled).keys() == load_file(f"{paths['qwen2']}/model.safetensors").keys()
+
+    run_ranks(1, job)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_forward_without_backward_before_the_sync_changes_nothing(paths, world_size):
+    """FSDP keeps the root gathered for a backward that never comes; then the module holds no shards."""
+
+    def job():
+        policy = load(paths["qwen2"])
+        before = full(policy)
+        row = pack([sequence(torch.tensor([3, 4]), torch.tensor([5, 1]))], 8)[0]
+        with torch.no_grad():
+            token_logprobs(policy, row)
+        after = full(policy, bucket_bytes=4 * 4 * 20_000)
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+    run_ranks(world_size, job)
+
+
+def test_a_rank_that_is_slow_between_buckets_holds_the_others_up_and_no_more(paths):
+    """huggingface/trl#7103: ranks ran ahead into the next gather while rank 0 was busy with another communicator."""
+
+    def job():
+        policy = load(paths["llama"])
+        order = []
+        for bucket in iter_full_params(policy, dtype=torch.float32, bucket_bytes=1):
+            order.append(bucket[0][0])
+            if dist.get_rank() == 0:
+                time.sleep(0.01)
+            dist.all_reduce(torch.zeros(1))    # another collective between two gathers, as an engine of several ranks has
+        return order
+
+    orders = run_ranks(4, job)
+    assert all(order == orders[0] for order in orders) and len(orders[0]) > 20
+
+
+def live_bytes():
+    """Bytes in all tensors that were made after gc.freeze()."""
+    new = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in new}.values())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("vocab_size", [14, 3000])
+def test_the_peak_of_extra_memory_is_the_bucket_and_the_largest_tensor(tmp_path, monkeypatch, world_size, vocab_size):
+    """Looked at when most is alive: after a cut into full tensors, with the consumer still holding the bucket before."""
+    path = save_tiny(tmp_path, "llama", vocab_size=vocab_size, num_hidden_layers=8)
+    bucket_bytes = 1 << 17
+
+    def job():
+        policy = load(path)
+        largest = 2 * max(p.numel() for p in policy.parameters())
+        peak, finish = 0, reshard._finish_gather
+        gc.freeze()
+
+        def watched(*gather):
+            nonlocal peak
+            result = finish(*gather)
+            peak = max(peak, live_bytes())
+            return result
+
+        monkeypatch.setattr(reshard, "_finish_gather", watched)
+        total = 0
+        for bucket in iter_full_params(policy, dtype=torch.bfloat16, bucket_bytes=bucket_bytes):
+            for _, tensor in bucket:
+                total += tensor.nbytes
+        return peak, largest, total
+
+    for peak, largest, total in run_ranks(world_size, job):
+        assert bucket_bytes / 4 < peak <= bucket_bytes + largest < total, (peak, largest, total)
+
+
+def test_what_a_rank_sends_is_its_shard_in_the_samplers_type(paths, monkeypatch):
+    """(W - 1) / W of a bf16 model arrive: each rank sends 2 bytes per parameter of its shard, padding apart."""
+
+    def job():
+        policy = load(paths["qwen2"])
+        sent, gather = [], reshard.all_gather
+
+        def counted(output, mine, **options):
+            sent.append(mine.nbytes)
+            return gather(output, mine, **options)
+
+        monkeypatch.setattr(reshard, "all_gather", counted)
+        full(policy, torch.bfloat16)
+        return sum(sent), sum(p.to_local().numel() for p in policy.parameters())
+
+    for sent, held in run_ranks(2, job):
+        assert sent == 2 * held
+
+
+class Recorder:
+    """An engine that keeps what it is given, in two parameters fewer if told to miss some."""
+
+    def __init__(self, policy, misses=()):
+        self.model = torch.nn.ParameterDict()
+        self.misses = misses
+        for name, p in full(policy).items():
+            self.model[name.replace(".", "/")] = torch.nn.Parameter(torch.zeros_like(p), requires_grad=False)
+
+    def load_weights(self, buckets):
+        num_bytes = 0
+        for bucket in buckets:
+            for name, tensor in bucket:
+                num_bytes += tensor.nbytes
+                if name not in self.misses:
+                    self.model[name.replace(".", "/")].copy_(tensor)
+        return num_bytes
+
+
+def test_verify_sync_passes_after_a_sync_and_names_what_differs_without_one(paths):
+    """huggingface/trl#7104: parts of the engine kept the initial weights, and nothing said so."""
+
+    def job():
+        policy = load(paths["qwen2"])
+        options = dict(dtype=torch.float32, bucket_bytes=1 << 20)
+        engine = Recorder(policy)
+        num_parameters = sum(p.numel() for p in policy.parameters())
+        assert sync_weights(policy, engine, **options) == 4 * num_parameters
+        verify_sync(policy, engine, **options)
+        with torch.no_grad():
+            policy.model.layers[1].mlp.up_proj.weight.to_local()[0, 0] += 1e-6    # one weight of one shard
+        with pytest.raises(RuntimeError, match=r"1 of 26 .*layers/1/mlp/up_proj"):
+            verify_sync(policy, engine, **options)
+        verify_sync(policy, engine, **options)    # it has loaded them
+        deaf = Recorder(policy, misses=("model.norm.weight",))
+        sync_weights(policy, deaf, **options)
+        with pytest.raises(RuntimeError, match=r"1 of 26 .*model/norm/weight"):
+            verify_sync(policy, deaf, **options)
+
+    run_ranks(2, job)
+
+
+def test_syncing_a_hundred_times_leaves_the_trainers_weights_alone(paths):
+    """huggingface/trl#6688: merging into the weights and out again moved them by 67 % after 1000 times."""
+
+    def job():
+        policy = load(paths["qwen2"])
+        before = [p.to_local().clone() for p in policy.parameters()]
+        engine = Recorder(policy)
+        for _ in range(100):
+            sync_weights(policy, engine, dtype=torch.bfloat16)
+        assert all(torch.equal(p.to_local(), old) for p, old in zip(policy.parameters(), before, strict=True))
+
+    run_ranks(2, job)
