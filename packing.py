@@ -1,20 +1,21 @@
 """Variable-length sequences packed into full rows, balanced over ranks, the same number of rows on every rank.
 
-The problem. Responses of a reasoning model are log-normal: most are short, a few reach the limit. Padded to the longest one,
-a batch is 24 to 66 % full; the rest of the work goes into pads. Packed one after another into rows of a fixed number of
-tokens, the same batch is 98 % full, and a row's memory is known before the first forward.
+The problem. Responses of a reasoning model are log-normal: most are short, a few reach the limit. Padded to the longest
+one, a batch is 24 to 66 % full; the rest of the work goes into pads. Packed into rows of a fixed number of tokens, the
+same batch is 98 % full, and a row's memory is known before the first forward.
 
 How it works. Three steps, each cheap (4,096 sequences: some 20 ms):
 
-1. `balance` deals sequences to ranks so that predicted time is equal. Attention is quadratic within a sequence, so the cost
-   of length l is l + l^2 / (2 C), not l; C is the row size. Longest first, each to the cheapest rank so far (Graham's
-   LPT rule: the most expensive rank is at most 4/3 of the optimum, in practice within 0.1 % from 512 sequences on).
+1. `balance` deals sequences to ranks so that predicted time is equal. Attention is quadratic within a sequence, so the
+   cost of length l is l + l^2 / (2 C), not l; C is the row size. Longest first, each to the cheapest rank so far
+   (Graham's LPT rule: the most expensive rank is at most 4/3 of the optimum, in practice within 0.1 % from 512
+   sequences on).
 2. `first_fit_decreasing` fills one rank's rows: longest first, each into the first row with room.
        lengths 7 5 4 3 1, capacity 10  ->  rows [7 3] [5 4 1]
    (at most 11/9 of the optimum + 1 row).
-3. All ranks agree on the number of rows (the largest), and `pack(..., num_rows)` adds empty rows where a rank has fewer:
-   FSDP gathers parameters in every forward, so a rank that runs fewer forwards than the others hangs them. An empty row
-   is one masked token.
+3. All ranks agree on the number of rows (the largest), and `pack(..., num_rows)` adds empty rows where a rank has
+   fewer: FSDP gathers parameters in every forward, so a rank that runs fewer forwards than the others hangs them. An
+   empty row is one masked token.
 
 A row is flat. Letters: N tokens in a row, S sequences in a row.
     tokens        7 8 9 | 4 5          [N]
@@ -22,8 +23,8 @@ A row is flat. Letters: N tokens in a row, S sequences in a row.
     cu_seqlens    0 3 5                [S+1]  where attention must stop
 `x[i]` belongs to `tokens[i]` in every field, so a field is cut and joined exactly like the tokens.
 
-What we give up. One token budget for all rows, no sequence split over rows (a sequence longer than the capacity gets its own
-row, which is then longer than asked for). Production systems also split one sequence over ranks (context parallelism).
+What we give up. One token budget for all rows, no sequence split over rows (a sequence longer than the capacity gets
+its own row, which is then longer than asked for). Production systems also split one sequence over ranks.
 
 Source: Johnson 1973 (first-fit decreasing), Graham 1969 (LPT), Krell et al. 2021 "Efficient sequence packing without
 cross-contamination" (arXiv:2107.02027).
@@ -33,7 +34,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -59,14 +60,14 @@ class BatchConfig:
         sizes = self.prompts_per_step, self.group_size, self.num_minibatches, self.num_epochs, self.tokens_per_row
         if min(sizes) < 1:
             raise ValueError(
-                "--prompts-per-step {}, --group-size {}, --num-minibatches {}, --num-epochs {}, --tokens-per-row {}: each must "
-                "be at least 1; try 64, 8, 1, 1 and 16384".format(*sizes)
+                "--prompts-per-step {}, --group-size {}, --num-minibatches {}, --num-epochs {}, --tokens-per-row {}: "
+                "each must be at least 1; try 64, 8, 1, 1 and 16384".format(*sizes)
             )
         if self.prompts_per_step % self.num_minibatches:
-            nearest = self.prompts_per_step + -self.prompts_per_step % self.num_minibatches
+            nearest = max(1, round(self.prompts_per_step / self.num_minibatches)) * self.num_minibatches
             raise ValueError(
-                f"--prompts-per-step {self.prompts_per_step}: must be divisible by --num-minibatches {self.num_minibatches}; "
-                f"try --prompts-per-step {nearest}"
+                f"--prompts-per-step {self.prompts_per_step}: must be divisible by --num-minibatches "
+                f"{self.num_minibatches}; try --prompts-per-step {nearest}"
             )
 
     @property
@@ -89,15 +90,16 @@ class PackedRow:
 
     def to(self, device: torch.device | str) -> PackedRow:
         """The same row with its tensors on `device`; copies from pinned or small host tensors do not block."""
-        move = lambda x: x.to(device, non_blocking=True)  # noqa: E731
-        return PackedRow(
-            move(self.tokens),
-            move(self.position_ids),
-            move(self.cu_seqlens),
-            self.max_seqlen,
-            self.num_response_tokens,
-            self.source,
-            {name: move(x) for name, x in self.fields.items()},
+
+        def moved(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=True)
+
+        return replace(
+            self,
+            tokens=moved(self.tokens),
+            position_ids=moved(self.position_ids),
+            cu_seqlens=moved(self.cu_seqlens),
+            fields={name: moved(x) for name, x in self.fields.items()},
         )
 
 
@@ -124,10 +126,12 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     """Indices of `lengths` grouped into bins of at most `capacity` tokens; a longer sequence gets a bin of its own.
 
     The first bin with room takes the next-longest sequence. A tournament tree over the bins' free room finds it in
-    O(log bins). Raises ValueError for a length below 1.
+    O(log bins). Raises ValueError for a length or a capacity below 1.
     """
-    if any(length < 1 for length in lengths):
-        raise ValueError(f"sequence lengths must be at least 1, got {min(lengths)}; drop empty sequences before packing")
+    if min([capacity, *lengths]) < 1:
+        raise ValueError(
+            f"a sequence of {min(lengths, default=0)} tokens, rows of {capacity}: both at least 1; drop empty sequences"
+        )
     num_leaves = 1 << max(0, len(lengths) - 1).bit_length()
     room = [capacity] * (2 * num_leaves)  # room[1] is the root; leaf of bin b is num_leaves + b
     bins: list[list[int]] = []
@@ -155,14 +159,16 @@ def pack(
 ) -> list[PackedRow]:
     """Rows of at most `capacity` tokens that hold each sequence once, in `num_rows` rows (empty ones added) if given.
 
-    Each sequence maps "tokens" to [L] int64 and any other names to [L] tensors ("response_mask" among them, if the rows'
-    num_response_tokens is wanted). All sequences have the same names. Inputs are not modified. `like` is any sequence with
-    these names and dtypes: it shapes the empty rows of a rank that has no sequence at all.
+    Each sequence maps "tokens" to [L] int64 and any other names to [L] tensors ("response_mask" among them, if the
+    rows' num_response_tokens is wanted). All sequences have the same names. Inputs are not modified. `like` is any
+    sequence with these names and dtypes: it shapes the empty rows of a rank that has no sequence at all.
     Raises ValueError for an empty sequence, and for a num_rows that does not hold them.
     """
     bins = first_fit_decreasing([len(s["tokens"]) for s in sequences], capacity)
     if num_rows is not None and num_rows < len(bins):
-        raise ValueError(f"num_rows {num_rows} is too small: {len(sequences)} sequences need {len(bins)} rows of {capacity}")
+        raise ValueError(
+            f"num_rows {num_rows}: too few, {len(sequences)} sequences fill {len(bins)} rows of {capacity}"
+        )
     rows = [_join(sequences, members) for members in bins]
     num_empty = 0 if num_rows is None else num_rows - len(rows)
     return rows + [_empty_row(like or (sequences[0] if sequences else {})) for _ in range(num_empty)]
@@ -170,7 +176,9 @@ def pack(
 
 def _join(sequences: Sequence[Mapping[str, Tensor]], members: Sequence[int]) -> PackedRow:
     lengths = [len(sequences[i]["tokens"]) for i in members]
-    joined = {name: torch.cat([sequences[i][name] for i in members]) for name in sequences[members[0]]}
+    names = sequences[members[0]].keys()
+    assert all(sequences[i].keys() == names for i in members), f"sequences with other fields than {list(names)}"
+    joined = {name: torch.cat([sequences[i][name] for i in members]) for name in names}
     tokens = joined.pop("tokens")
     assert all(len(x) == len(tokens) for x in joined.values()), {name: x.shape for name, x in joined.items()}
     return PackedRow(
@@ -204,12 +212,17 @@ def packing_efficiency(rows: Sequence[PackedRow], capacity: int) -> float:
     return filled / sum(max(capacity, len(row.tokens)) for row in rows) if rows else 0.0
 
 
-def sequence(prompt_ids: Tensor, response_ids: Tensor, *, learn: bool = True, **response_fields: Tensor | float) -> dict[str, Tensor]:
+def sequence(
+    prompt_ids: Tensor, response_ids: Tensor, *, learn: bool = True, **response_fields: Tensor | float
+) -> dict[str, Tensor]:
     """One sequence for pack(): "tokens", "response_mask" (all False unless `learn`) and the fields, 0 on the prompt.
 
-    prompt_ids [p], response_ids [r]; a field is a tensor [r] or one number for all response tokens, and becomes [p + r] fp32.
+    prompt_ids [p], response_ids [r]; a field is a tensor [r] or one number for all response tokens: [p + r] fp32. The
+    mask follows from the lengths alone: a pad, an end, or another stop token in the response is a token like any other.
     """
     num_prompt, num_response = len(prompt_ids), len(response_ids)
+    # Its first token would be scored from the state before it: that of another sequence in the row.
+    assert num_prompt > 0 or num_response == 0, "a response without a prompt has no state to be predicted from"
     mask = torch.zeros(num_prompt + num_response, dtype=torch.bool)
     mask[num_prompt:] = learn
     made = {"tokens": torch.cat([prompt_ids, response_ids]), "response_mask": mask}
@@ -230,8 +243,8 @@ def lay_out(
     """Rows of each minibatch on this rank, the same number on all ranks, and what each minibatch holds over all ranks:
     {"tokens": response tokens, "sequences": sequences with a response token}. Collective over all ranks.
 
-    sequences and the minibatch of each: this rank's own, before load is evened out. exchange: exchange.exchange, or a stand-in
-    for one rank. like: a sequence with the names and dtypes, for ranks that have none.
+    sequences and the minibatch of each: this rank's own, before load is evened out. exchange: exchange.exchange, or a
+    stand-in for one rank. like: a sequence with the names and dtypes, for ranks that have none.
     """
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     num_minibatches, capacity = config.num_minibatches, config.tokens_per_row
@@ -258,9 +271,7 @@ def lay_out(
     return rows, totals
 
 
-def assign(
-    lengths: Sequence[int], minibatches: Sequence[int], num_ranks: int, capacity: int
-) -> list[int]:
+def assign(lengths: Sequence[int], minibatches: Sequence[int], num_ranks: int, capacity: int) -> list[int]:
     """The rank of each sequence, such that within every minibatch the ranks' predicted times are nearly equal.
 
     lengths and minibatches: length and minibatch of every sequence of all ranks, in an order all ranks agree on.
