@@ -46,7 +46,7 @@ import traceback
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 
 TIMEOUT = "no result within"
@@ -225,9 +225,10 @@ def serve(connection: Connection, callables: Mapping[str, Callable] = {}) -> Non
         while os.getpid() == worker:  # a fork that comes back from a function must not answer, too
             connection.send_bytes(json.dumps(reply).encode())
             index, samples, limit_s = connection.recv()
-            faulthandler.dump_traceback_later(limit_s + 5, exit=True)  # if no trainer is left to kill us
+            faulthandler.dump_traceback_later(limit_s + 5, exit=True, file=2)  # if no trainer is left to kill us
             reply = evaluate(functions[index], samples)
-            faulthandler.cancel_dump_traceback_later()
+            if os.getpid() == worker:  # in a fork there is no watching thread, and cancelling waits for it for ever
+                faulthandler.cancel_dump_traceback_later()
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:  # forks that have ended are zombies until someone asks
                     pass
@@ -284,11 +285,10 @@ def evaluate(function: Callable, samples: list[dict]) -> list[tuple[float | None
 
 
 def math_reward(response: str, answer: str) -> float:
-    """1.0 if the response's answer equals `answer` as a text, a number or an expression, else 0.0.
+    """1.0 if the response's answer equals `answer`, or the answer of a whole solution (with #### or a box), else 0.0.
     SymPy may take for ever on hostile text: score a policy's text by Scorer or score(), which limit the time."""
-    worked = re.search(r"####|\\f?box", str(answer))  # the solutions of GSM8K and MATH
     given, unit = _spell(extract_answer(response))
-    gold, gold_unit = _spell(extract_answer(answer) if worked else str(answer))
+    gold, gold_unit = _spell(extract_answer(answer) if re.search(r"####|\\f?box", str(answer)) else str(answer))
     if not given or not gold or (unit and gold_unit and unit != gold_unit):
         return 0.0
     if given == gold or (given.isalpha() and given.casefold() == gold.casefold()):
@@ -297,7 +297,8 @@ def math_reward(response: str, answer: str) -> float:
     if re.search(r"[a-zA-Z]{3,}", re.sub(r"\\[a-zA-Z]+", "", given + gold)) or ("=" in given and "=" not in gold):
         return 0.0
     from math_verify import LatexExtractionConfig, parse, verify
-    config = [LatexExtractionConfig()]  # the whole text or nothing; its other extractor searches
+    normalization = replace(LatexExtractionConfig().normalization_config, units=False)  # with its units 2t is 2
+    config = [LatexExtractionConfig(normalization_config=normalization)]  # its other extractors search in the text
     parsed = [parse(f"${x}$", config, "no_fallback", parsing_timeout=None, raise_on_error=True) for x in (gold, given)]
     return float(verify(*parsed, timeout_seconds=None, raise_on_error=True))  # its own time limit scores 0 in silence
 
@@ -307,8 +308,7 @@ def extract_answer(response: str) -> str:
     text = response.rsplit("</think>", 1)[-1].strip()
     box = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if box >= 0:
-        opening = re.compile(r"\\[a-z]+\s*\{").match(text, box)
-        depth = 1
+        opening, depth = re.compile(r"\\[a-z]+\s*\{").match(text, box), 1
         for brace in re.compile(r"\\.|[{}]").finditer(text, opening.end()) if opening else ():
             depth += {"{": 1, "}": -1}.get(brace[0], 0)  # the brace of a set, "\{", opens no group
             if depth == 0:
@@ -333,9 +333,10 @@ SPELLINGS = (  # applied in this order
     (r"(\d) (\d+) ?/ ?(\d+)$", r"\1\\frac{\2}{\3}"),
     (r"(\d)[eE]([+-]?\d{1,3})$", r"\1\\times 10^{\2}"),
 )
-# Short words are units only if well known (2 ab is a product), and some long ones never.
 NO_UNIT = "or|and|not|hundred|thousand|[mb]illion|trillion|dozen|infinity|alpha|beta|gamma|delta|theta|lambda|omega"
-UNIT = rf"(?!(?:{NO_UNIT})\b)(?:[a-zA-Z]{{3,}}|cm|mm|km|kg|mg|ml|ft|in|lb|oz|hr|[mgslh])\b"
+SHORT_UNIT = "(?:cm|mm|km|kg|mg|ml|ft|in|lb|oz|hr)"  # other short words may be products: 2 ab
+UNIT = rf"(?!(?:{NO_UNIT})\b)(?:[a-zA-Z]{{3,}}|{SHORT_UNIT}|[mgslh])\b"
+BEFORE_UNIT = rf"(?<=[\d)}}])(?: ?\\(?:text|mbox|mathrm) ?\{{ ?| |(?={SHORT_UNIT}\b))"
 
 
 def _spell(text: str) -> tuple[str, str]:
@@ -345,8 +346,7 @@ def _spell(text: str) -> tuple[str, str]:
     text = unicodedata.normalize("NFKC", text).translate(str.maketrans(SYMBOLS))
     for pattern, spelling in SPELLINGS:
         text = re.sub(pattern, spelling, text).lstrip(" *`'\"").rstrip(" *`'\".,;:")
-    unit = rf"(?<=[\d)}}])(?: ?\\(?:text|mbox|mathrm) ?\{{ ?| )({UNIT}(?:[ /]{UNIT})*)[ .}}]*(?:\^ ?\{{?(\d)\}}?)?$"
-    found = re.search(unit, text)
+    found = re.search(rf"{BEFORE_UNIT}({UNIT}(?:[ /]{UNIT})*)[ .}}]*(?:\^\W*(\d)\W*)?$", text)
     return (text[: found.start()], found[1].lower().rstrip("s") + (found[2] or "")) if found else (text, "")
 
 
@@ -367,7 +367,7 @@ def post(url: str, sample: dict, time_limit_s: float) -> float:
 def model_scores(model, sequences: Sequence[Sequence[int]], *, tokens_per_row: int = 8192) -> list[float]:
     """Scores of token-id sequences by a sequence-classification decoder with one label, each read at its last token.
     Packed, without pads; ends go by length (pad may be eos). Attention must keep sequences apart: attention.py's, or
-    Transformers' sdpa and flash. All ranks call it together: sharded forwards are collective, short ranks run dummies."""
+    Transformers' sdpa and flash. All ranks call it together: sharded forwards are collective, short ranks run more."""
     import torch
     packed = model.config._attn_implementation == "packed"
     if model.config.num_labels != 1 or not hasattr(model, "score") or model.config._attn_implementation == "eager":

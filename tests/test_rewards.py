@@ -1,0 +1,734 @@
+"""Rewards: which answers are equal, how functions are called, what they may do to us, where a model's score is read."""
+
+import contextlib
+import http.server
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from rewards import RewardConfig, Scorer, evaluate, extract_answer, math_reward, model_scores, score
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+HALF = r"\boxed{\frac{1}{2}}"
+
+EQUAL = [
+    # GSM8K and plain numbers
+    ("6 * 7 is 42.\n#### 42", "42"),
+    ("#### 1,234", "1234"),
+    ("#### 1234", "He pays 1,000 + 234.\n#### 1,234"),
+    ("#### -7", "-7"),
+    ("#### $18", "18"),
+    ("#### 18 dollars", "18"),
+    ("068", "68"),
+    ("68", "068"),
+    ("+5", "5"),
+    ("42.", "42"),
+    ("$42$", "42"),
+    (r"\(42\)", "42"),
+    ("1 234", "1234"),
+    ("1e3", "1000"),
+    (r"\boxed{1{,}234}", "1234"),
+    (r"\boxed{1,234,567.5}", "1234567.50"),
+    (r"\boxed{1.5\times10^3}", "1500"),
+    (r"\boxed{10^{-3}}", "0.001"),
+    # signs and Unicode
+    ("\\boxed{\u22125}", "-5"),
+    ("\\boxed{- 5}", "-5"),
+    ("\\boxed{\uff14\uff12}", "42"),
+    ("\\boxed{\u00bd}", "0.5"),
+    ("\\boxed{1\u00bd}", "1.5"),
+    ("\\boxed{5\u00b2}", "25"),
+    ("\\boxed{2\u221a2}", r"\sqrt{8}"),
+    ("\\boxed{2\u03c0}", r"2\pi"),
+    # fractions
+    (HALF, r"\frac{1}{2}"),
+    (r"\boxed{\frac12}", r"\frac{1}{2}"),
+    (r"\boxed{\dfrac{2}{4}}", "1/2"),
+    (r"\boxed{0.5}", r"\frac12"),
+    (r"\boxed{-\frac{1}{2}}", r"\frac{-1}{2}"),
+    (r"\boxed{1\frac{1}{2}}", "3/2"),
+    (r"\boxed{1 1/2}", "1.5"),
+    # percent, currency, units
+    (r"\boxed{50\%}", "50"),
+    (r"\boxed{50%}", "0.5"),
+    (r"\boxed{0.5}", r"50\%"),
+    (r"\boxed{\$1,200.00}", "1200"),
+    ("The answer is $18.", "18"),
+    (r"\boxed{5 \text{ cm}}", "5"),
+    (r"\boxed{5 cm}", r"5\text{ cm}"),
+    (r"\boxed{5cm}", "5"),
+    (r"\boxed{25 \text{ cm}^2}", "25"),
+    (r"\boxed{42 apples}", "42"),
+    (r"\boxed{90^\circ}", "90"),
+    (r"\boxed{90^{\circ}}", "90 degrees"),
+    # tuples, intervals, sets
+    (r"\boxed{(1,2)}", "(1, 2)"),
+    (r"\boxed{(\frac12,3)}", "(0.5,3)"),
+    (r"\boxed{\left[0,\infty\right)}", r"[0,\infty)"),
+    ("\\boxed{(0,1)\u222a(2,3)}", r"(0,1)\cup(2,3)"),
+    (r"\boxed{x \in [1,2]}", "[1,2]"),
+    (r"\boxed{\{1,2\}}", r"\{2,1\}"),
+    (r"\boxed{2,1}", "1,2"),
+    (r"\boxed{3,-3}", r"\pm 3"),
+    # expressions
+    (r"\boxed{\sqrt8}", r"2\sqrt{2}"),
+    (r"\boxed{x^2+2x+1}", "(x+1)^2"),
+    (r"\boxed{\frac{\sqrt{3}}{2}}", r"\frac{\sqrt3}2"),
+    (r"\boxed{x=5}", "5"),
+    (r"\boxed{5}", "x = 5"),
+    (r"\boxed{y=2x+1}", "y = 1+2x"),
+    (r"\boxed{2^{10}}", "1024"),
+    (r"\boxed{10!}", "3628800"),
+    (r"\boxed{3<x}", "x>3"),
+    # texts
+    (r"\boxed{\text{Friday}}", "friday"),
+    (r"\boxed{\text{(A)}}", "A"),
+    ("B", "B"),
+    # where the answer is
+    (r"\boxed{41} or rather \boxed{42}", "42"),
+    (r"\fbox{42}", "42"),
+    (r"\boxed{41}, no: \fbox{42}", "42"),
+    (r"<think>\boxed{41}</think> The answer is 42", "42"),
+    ("Half of 84.\n\n**Final Answer:** 42", "42"),
+    ("Half of 84.\nSo the answer to the question is 42.", "42"),
+]
+UNEQUAL = [
+    (HALF, r"\frac{1}{3}"),
+    (r"\boxed{\frac12}", r"\frac13"),
+    (r"\boxed{\frac{1}{2}}", r"\frac{2}{1}"),
+    (r"\boxed{-\frac12}", r"\frac12"),
+    (r"\boxed{0.333}", "1/3"),
+    (r"\boxed{-5}", "5"),
+    (r"\boxed{5}", "-5"),
+    ("#### -7", "7"),
+    (r"\boxed{12,34}", "1234"),
+    (r"\boxed{1,234}", "(1,234)"),
+    ("\\boxed{5\u00b2}", "52"),
+    ("\\boxed{1\u00bd}", "5.5"),
+    (r"\boxed{50}", "0.5"),
+    (r"\boxed{0.5\%}", r"50\%"),
+    (r"\boxed{5\text{ cm}}", r"5\text{ m}"),
+    (r"\boxed{5 km}", "5 m"),
+    (r"\boxed{5 \text{ m}^2}", r"5 \text{ m}^3"),
+    (r"\boxed{5x}", "5"),
+    (r"\boxed{2 ab}", "2"),
+    (r"\boxed{2t}", "2"),
+    (r"\boxed{5 million}", "5"),
+    (r"\boxed{42 \text{ or } 43}", "42"),
+    (r"\boxed{42, 43}", "42"),
+    (r"\boxed{(1,2)}", "[1,2]"),
+    (r"\boxed{(1,2)}", "(2,1)"),
+    (r"\boxed{[0,\infty)}", r"(0,\infty)"),
+    (r"\boxed{1,2}", "1,2,3"),
+    (r"\boxed{x^2+2x}", "(x+1)^2"),
+    (r"\boxed{\sqrt{2}}", "1.41"),
+    (r"\boxed{3.14}", r"\pi"),
+    (r"\boxed{x}", "y"),
+    (r"\boxed{x<3}", "x>3"),
+    (r"\boxed{41 = 42}", "42"),
+    (r"\boxed{\pm 3}", "3"),
+    (r"\boxed{sPari}", "Paris"),
+    ("A", "B"),
+    # no answer, or another one last
+    ("maybe 41, 42 or 43", "42"),
+    ("I think it is 42", "42"),
+    ("42\nor 43", "42"),
+    ("The answer is not 42", "42"),
+    ("The answer is 42. No, 41.", "42"),
+    ("The answer is 42.\nI hope this helps!", "42"),
+    (r"\boxed{42} but \boxed{41}", "42"),
+    (r"\boxed{42", "42"),
+    (r"\boxed{42} \boxed{", "42"),
+    (r"\boxed{\frac{42}{1}", "42"),
+    (r"\boxed 42", "42"),
+    (r"\boxed{}", "42"),
+    ("", "42"),
+    ("", ""),
+    (r"<think>\boxed{42}</think> 41", "42"),
+    ("1" * 5000, "42"),
+]
+
+
+@pytest.mark.parametrize(("response", "answer"), EQUAL)
+def test_an_answer_in_another_spelling_earns_the_reward(response, answer):
+    assert math_reward(response, answer) == 1.0
+
+
+@pytest.mark.parametrize(("response", "answer"), UNEQUAL)
+def test_another_answer_or_one_in_passing_earns_nothing(response, answer):
+    assert math_reward(response, answer) == 0.0
+
+
+def test_an_answer_ends_at_the_brace_that_closes_its_box():
+    assert extract_answer(r"So \boxed{\frac{1}{\sqrt{2}}}, as {was} to be shown.") == r"\frac{1}{\sqrt{2}}"
+    assert extract_answer(r"\boxed{\{1, 2\}} \}") == r"\{1, 2\}"
+
+
+FUNCTIONS = '''
+import asyncio, ctypes, math, os, signal, subprocess, sys, time
+
+def length(response):
+    return len(response)
+
+def exact_length(response, length, answer="unused", missing="default"):
+    return [0, 1][len(response) == length and missing == "default"]
+
+async def later(prompt, truncated):
+    await asyncio.sleep(0.01)
+    return float(truncated)
+
+def rank_in_batch(responses, lengths=None):
+    return [sorted(responses).index(response) for response in responses]
+
+async def batch_later(responses):
+    return await asyncio.gather(*(later(response, True) for response in responses))
+
+def trl(prompts, completions, level, **kwargs):
+    assert kwargs["answer"] == ["a"] * len(prompts)
+    return [len(completion) + number for completion, number in zip(completions, level)]
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return float(data_source == "set" and solution_str.strip() == ground_truth)
+
+def imports_torch(response):
+    return "torch" in sys.modules or "rewards" in sys.modules or "test_rewards" in sys.modules
+
+def process(response):
+    return os.getpid()
+
+def nap(response):
+    time.sleep(0.05)
+    return 1.0
+
+def hang_on_x(response):
+    while "x" in response:
+        time.sleep(0.01)
+    return 1.0
+
+def hang_in_c(response):
+    signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
+    while "x" in response:
+        sum(range(10 ** 9))
+    return 1.0
+
+def hang_with_children(response):
+    child = subprocess.Popen(["sleep", "1000"])
+    with open(os.environ["CHILDREN"], "a") as file:
+        file.write(f"{child.pid}\\n")
+    time.sleep(1000)
+
+def eat_on_x(response):
+    return len(bytearray(100 << 30 if "x" in response else 1))
+
+def print_much(response):
+    print("a print", "y" * 100_000, flush=True)
+    os.write(1, b"\\x00\\x00\\x00\\x04null")
+    sys.stdin.read()
+    return 1.0
+
+def fork(response):
+    pid = os.fork()
+    if pid == 0 and "x" in response:
+        sys.exit(0)
+    if pid == 0 and "y" in response:
+        raise RuntimeError("in the child")
+    return 1.0
+
+def die_on_x(response):
+    if "x" in response:
+        ctypes.string_at(0)
+    return 1.0
+
+def leave_on_x(response):
+    return sys.exit(0) if "x" in response else 1.0
+
+def fail_on_x(response):
+    if "x" in response:
+        raise KeyError("the reason")
+    return 1.0
+'''
+
+
+@pytest.fixture
+def functions(tmp_path):
+    """"path.py:" of a file with the functions above."""
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    return f"{tmp_path}/functions.py:"
+
+
+def samples_of(*responses, **columns):
+    common = {"prompt": "p", "answer": "a", "truncated": False}
+    return [common | columns | {"response": response} for response in responses]
+
+
+def score_all(config, samples):
+    with contextlib.closing(Scorer(config)) as scorer:
+        for index, sample in enumerate(samples):
+            scorer.submit(index, sample)
+        return scorer.collect(len(samples))
+
+
+def children(pid="self"):
+    """The children of a process, zombies too, whichever of its threads started them."""
+    tasks = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
+    return {child for task in tasks for child in task.read_text().split()}
+
+
+def is_running(pid):
+    return pathlib.Path(f"/proc/{pid}").exists() and "Z" != pathlib.Path(f"/proc/{pid}/stat").read_text().split()[-50]
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "rewards"),
+    [
+        ("length", {}, [1, 3]),
+        ("exact_length", {"length": 3}, [0, 1]),
+        ("later", {"truncated": True}, [1, 1]),
+        ("rank_in_batch", {}, [1, 0]),
+        ("batch_later", {}, [1, 1]),
+        ("trl", {"level": 10}, [11, 13]),
+        ("verl", {"data_source": "set", "answer": "b"}, [1, 0]),
+    ],
+)
+def test_a_function_gets_the_columns_that_its_parameters_name(functions, name, columns, rewards):
+    got, stats = score(functions + name, samples_of("b", "aaa", **columns), time_limit_s=5, num_workers=2)
+    assert got == rewards
+    assert stats == {"error_frac": 0, "timeout_frac": 0, f"functions.py:{name}_mean": sum(rewards) / 2}
+
+
+def test_rewards_of_several_functions_are_a_weighted_sum(functions):
+    names = (functions + "length", "exact", functions + "rank_in_batch")
+    rewards, stats = score_all(RewardConfig(names, weights=(1.0, 100.0, -10.0)), samples_of("b", "a", "cc"))
+    assert rewards == [1 + 0 - 10, 1 + 100 - 0, 2 + 0 - 20]
+    assert stats["functions.py:length_mean"] == 4 / 3 and stats["exact_mean"] == 1 / 3
+
+
+def test_callables_are_functions_too_even_closures():
+    offset = 5
+    rewards, stats = score(
+        [lambda response: len(response) + offset, "exact"], samples_of("a", "bb"), time_limit_s=5, num_workers=2
+    )
+    assert rewards == [7, 7] and stats["error_frac"] == 0
+
+
+def test_rewards_come_in_the_order_of_the_indices_batch_after_batch(functions):
+    with contextlib.closing(Scorer(RewardConfig((functions + "length", functions + "rank_in_batch")))) as scorer:
+        for size in (4, 0, 9):
+            for index in reversed(range(size)):
+                scorer.submit(index, samples_of("x" * index)[0])
+            rewards, stats = scorer.collect(size)
+            assert rewards == [2 * index for index in range(size)]
+            means = {"functions.py:length_mean", "functions.py:rank_in_batch_mean"}
+            assert set(stats) == means | {"error_frac", "timeout_frac"}
+
+
+def test_the_exact_rule_needs_no_worker():
+    before = children()
+    scorer = Scorer(RewardConfig(("exact",)))
+    assert children() == before
+    for index, (response, answer) in enumerate([(" 068\n", "068"), ("68", "068"), ("7", 7), ("0 68", "068")]):
+        scorer.submit(index, {"prompt": "23+45=", "response": response, "answer": answer, "truncated": False})
+    assert scorer.collect(4)[0] == [1, 0, 1, 0]
+    scorer.close()
+
+
+def test_workers_import_neither_torch_nor_the_training_script(functions):
+    assert score(functions + "imports_torch", samples_of("a"), time_limit_s=5, num_workers=1)[0] == [0]
+
+
+def test_functions_may_import_the_files_beside_theirs(tmp_path):
+    (tmp_path / "words.py").write_text("GOOD = {'yes'}")
+    (tmp_path / "mine.py").write_text("from words import GOOD\ndef good(response): return response in GOOD")
+    assert score(f"{tmp_path}/mine.py:good", samples_of("yes", "no"), time_limit_s=5, num_workers=1)[0] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "text", "message"),
+    [
+        ("maths", None, "no file .*give exact, math"),
+        ("{}/none.py:f", None, "no file"),
+        ("{}/mine.py:g", "def f(response): return 1", "has no function 'g'"),
+        ("{}/mine.py:f", "def f(response) return 1", "SyntaxError"),
+        ("{}/mine.py:f", "import a_package_we_lack", "pip install a_package_we_lack"),
+        ("{}/mine.py:f", "import os; os._exit(3)", "the worker died"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_refused_at_the_start_in_one_line(tmp_path, spec, text, message):
+    if text:
+        (tmp_path / "mine.py").write_text(text)
+    before = children()
+    with pytest.raises(ValueError, match=message) as error:
+        Scorer(RewardConfig((spec.format(tmp_path),), num_workers=2))
+    assert "\n" not in str(error.value)
+    assert children() == before
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    for name in ("math_verify", "reasoning_gym"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module named {name}', name='{name}')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ValueError, match="pip install math_verify"):
+        Scorer(RewardConfig(("math",), num_workers=1))
+    with pytest.raises(ValueError, match="pip install reasoning_gym"):
+        Scorer(RewardConfig(("reasoning_gym",), num_workers=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"functions": ()}, "--reward.functions"),
+        ({"functions": ("math", "math")}, "--reward.functions math math"),
+        ({"functions": ("math",), "weights": (1.0, 2.0)}, "--reward.weights 1.0 2.0"),
+        ({"num_workers": 0}, "--reward.num-workers 0"),
+        ({"time_limit_s": 0.0}, "--reward.time-limit-s 0.0"),
+        ({"memory_limit_mb": -1}, "--reward.memory-limit-mb -1"),
+        ({"max_error_frac": -0.1}, "--reward.max-error-frac -0.1"),
+    ],
+)
+def test_a_bad_configuration_is_refused_with_the_flag_and_its_value(options, flag):
+    with pytest.raises(ValueError, match=flag):
+        RewardConfig(**options)
+
+
+def test_math_runs_in_workers_and_a_hostile_expression_costs_its_time_limit_only():
+    power = "9^{" * 12 + "9" + "}" * 12
+    samples = samples_of(r"\boxed{\frac12}", rf"\boxed{{\sqrt{{{power}}}}}", r"\boxed{3}", answer=r"\frac{2}{4}")
+    start = time.monotonic()
+    rewards, stats = score("math", samples, time_limit_s=1, num_workers=2)
+    assert rewards == [1, 0, 0]
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.slow
+def test_reasoning_gym_verifies_entries_with_the_scorer_of_their_data_set():
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=0)[0]
+    right = entry["answer"]
+    tagged = [f"Let me see. <answer>\n{right} </answer>", f"<answer>0</answer> no: <answer>{right}</answer>"]
+    responses = (right, *tagged, "7")
+    samples = samples_of(*responses, entry=entry, answer=right)
+    rewards, stats = score("reasoning_gym", samples, time_limit_s=5, num_workers=1)
+    assert rewards[:3] == [1, 1, 1] and rewards[3] < 0.1 and stats["error_frac"] == 0
+
+
+class RemoteScorer(http.server.BaseHTTPRequestHandler):
+    """Fails twice, then rewards the length of the response; /away always fails, /text replies without JSON."""
+
+    requests = []
+
+    def do_POST(self):
+        sample = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.requests.append(sample)
+        tries = sum(request["response"] == sample["response"] for request in self.requests)
+        self.send_response(503 if tries < 3 or self.path == "/away" else 200)
+        self.end_headers()
+        reply = "no JSON" if self.path == "/text" else json.dumps({"reward": len(sample["response"]) + sample["bonus"]})
+        self.wfile.write(reply.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def remote(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    RemoteScorer.requests = []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), RemoteScorer)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_remote_scorer_is_asked_again_when_it_fails(remote):
+    rewards, stats = score(f"{remote}/reward", samples_of("a", "bb", bonus=10), time_limit_s=2, num_workers=2)
+    assert rewards == [11, 12] and stats["error_frac"] == 0
+    assert len(RemoteScorer.requests) == 6
+    assert RemoteScorer.requests[0].keys() == {"prompt", "response", "answer", "truncated", "bonus"}
+
+
+def test_a_remote_scorer_that_stays_away_or_answers_nonsense_is_an_error(remote, capfd):
+    for url, reason in ((f"{remote}/away", "503"), ("http://127.0.0.1:9/", "refused"), (f"{remote}/text", "JSON")):
+        rewards, stats = score(url, samples_of("a" * len(reason), bonus=1), time_limit_s=2, num_workers=1)
+        assert rewards == [0] and stats["error_frac"] == 1 and stats["timeout_frac"] == 0
+        assert reason in capfd.readouterr().err
+
+
+def one_of_eight(bad):
+    """A function of single samples that returns `bad` for the response "x"."""
+    return lambda response: bad if response == "x" else 1.0
+
+
+def too_few(responses):
+    return [1.0] * (len(responses) - 1)
+
+
+INF = float("inf")
+BAD_VALUES = [None, "1.0", [1.0], {}, float("nan"), INF, -INF, 1j, 10**400, torch.ones(2), torch.tensor(INF)]
+
+
+@pytest.mark.parametrize("bad", BAD_VALUES, ids=lambda bad: repr(bad)[:20])
+def test_a_value_that_is_no_finite_number_is_an_error_of_its_sample_alone(bad, capfd):
+    outcomes = evaluate(one_of_eight(bad), samples_of("x"))
+    assert outcomes[0][0] is None and "must be one finite number" in outcomes[0][1]
+    assert evaluate(one_of_eight(bad), samples_of("y")) == [(1.0, "")]
+    in_batch = evaluate(lambda responses: [one_of_eight(bad)(response) for response in responses], samples_of("y", "x"))
+    assert in_batch == [(1.0, ""), outcomes[0]]
+
+
+@pytest.mark.parametrize("good", [1, True, 1.0, torch.tensor(1.0), torch.ones(1, 1), torch.ones(3).numpy()[0]])
+def test_numbers_of_python_numpy_and_torch_are_rewards(good):
+    assert evaluate(lambda response: good, samples_of("y")) == [(1.0, "")]
+    assert evaluate(lambda responses: [good] * 2, samples_of("y", "z")) == [(1.0, "")] * 2
+    assert evaluate(lambda responses: torch.ones(2), samples_of("y", "z")) == [(1.0, "")] * 2
+
+
+def test_a_batch_result_of_the_wrong_length_or_type_is_an_error_of_all_its_samples():
+    for bad in ([1.0], "12", 1.0, None):
+        outcomes = evaluate(lambda responses: bad, samples_of("y", "z"))
+        assert [reward for reward, _ in outcomes] == [None, None]
+
+
+def test_errors_are_counted_shown_once_and_stand_as_the_error_reward(functions, capfd):
+    config = RewardConfig((functions + "fail_on_x", "exact"), error_reward=-3.0, num_workers=2)
+    with contextlib.closing(Scorer(config)) as scorer:
+        for _ in range(2):
+            for index, sample in enumerate(samples_of("x", "a", "c", "d")):
+                scorer.submit(index, sample)
+            rewards, stats = scorer.collect(4)
+            assert rewards == [-3, 2, 1, 1]
+            assert stats["error_frac"] == 1 / 8 and stats["functions.py:fail_on_x_mean"] == 0
+    shown = capfd.readouterr().err
+    assert shown.count("fail_on_x failed on 1 of 4 samples; sample 0: Traceback") == 1
+    assert shown.count("KeyError: 'the reason'") == 1
+
+
+def test_the_run_stops_when_more_than_the_given_share_fails(functions):
+    config = RewardConfig(("exact", functions + "fail_on_x"), max_error_frac=0.25, num_workers=2)
+    assert score_all(config, samples_of("x", "b", "c", "d"))[1]["error_frac"] == 1 / 8
+    with pytest.raises(RuntimeError, match=r"fail_on_x failed on 2 of 4 samples; sample 1: Traceback(.|\n)*the reason"):
+        score_all(config, samples_of("a", "x", "x", "d"))
+
+
+@pytest.mark.parametrize("name", ["hang_on_x", "hang_in_c"])
+def test_hanging_samples_cost_their_time_limit_and_the_others_are_scored(functions, name):
+    before = children()
+    samples = samples_of(*["x"] * 6, *["good"] * 20)
+    start = time.monotonic()
+    rewards, stats = score(functions + name, samples, time_limit_s=1, num_workers=2)
+    assert time.monotonic() - start < 6 * 1 / 2 + 5
+    assert rewards == [0] * 6 + [1] * 20
+    assert stats["timeout_frac"] == stats["error_frac"] == 6 / 26
+    assert children() == before
+
+
+def test_a_worker_that_is_killed_takes_the_processes_it_started_along(functions, tmp_path, monkeypatch):
+    monkeypatch.setenv("CHILDREN", str(tmp_path / "pids"))
+    _, stats = score(functions + "hang_with_children", samples_of("a", "b"), time_limit_s=0.5, num_workers=2)
+    pids = (tmp_path / "pids").read_text().split()
+    assert stats["timeout_frac"] == 1 and len(pids) == 2
+    time.sleep(0.1)
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_sample_that_eats_memory_is_an_error_and_the_machine_survives(functions, capfd):
+    rewards, stats = score_all(RewardConfig((functions + "eat_on_x",), max_error_frac=0.5), samples_of("x", "b"))
+    assert rewards == [0, 1] and stats["error_frac"] == 0.5
+    assert "MemoryError" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "code"), [("die_on_x", "-11"), ("leave_on_x", "-9")])
+def test_a_worker_that_dies_is_replaced_and_its_sample_is_an_error(functions, name, code, capfd):
+    before = children()
+    rewards, stats = score(functions + name, samples_of("x", "b", "c"), time_limit_s=5, num_workers=1)
+    assert rewards == [0, 1, 1] and stats["error_frac"] == 1 / 3 and stats["timeout_frac"] == 0
+    assert f"the worker died; the worker's exit code was {code}" in capfd.readouterr().err
+    assert children() == before
+
+
+def test_what_functions_print_goes_to_stderr_and_breaks_nothing(functions, capfd):
+    rewards, stats = score(functions + "print_much", samples_of("a", "b"), time_limit_s=5, num_workers=1)
+    assert rewards == [1, 1] and stats["error_frac"] == 0
+    out, err = capfd.readouterr()
+    assert "a print" in err and out == ""
+
+
+def test_functions_may_fork_and_the_forks_neither_answer_nor_stay(functions):
+    before = children()
+    samples = samples_of("x", "y", "z", "x", "y", "z")
+    with contextlib.closing(Scorer(RewardConfig((functions + "fork",), num_workers=1))) as scorer:
+        for index, sample in enumerate(samples):
+            scorer.submit(index, sample)
+        rewards, stats = scorer.collect(6)
+        assert rewards == [1] * 6 and stats["error_frac"] == 0
+        time.sleep(0.2)
+        scorer.submit(0, samples[0])
+        assert scorer.collect(1)[0] == [1]
+        (worker,) = children() - before
+        time.sleep(0.2)
+        assert len(children(worker)) <= 1    # the fork of the last sample, whose end the next call will note
+    assert children() == before
+
+
+def test_close_ends_every_worker(functions):
+    before = children()
+    scorer = Scorer(RewardConfig((functions + "length",), num_workers=3))
+    assert len(children() - before) == 3
+    scorer.close()
+    assert children() == before
+
+
+def test_no_worker_outlives_a_trainer_that_is_killed(functions):
+    program = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from rewards import RewardConfig, Scorer
+scorer = Scorer(RewardConfig(({functions + "hang_on_x"!r},), num_workers=2, time_limit_s=0.5))
+scorer.submit(0, {samples_of("x")[0]!r})
+time.sleep(0.2)
+print("both work", flush=True)
+time.sleep(100)
+"""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    trainer = subprocess.Popen([sys.executable, "-c", program], **options)
+    trainer.stdout.readline()
+    workers = children(trainer.pid)
+    assert len(workers) == 2 and all(map(is_running, workers))
+    trainer.kill()
+    trainer.communicate()
+    deadline = time.monotonic() + 8
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, workers))
+
+
+def test_256_samples_of_50_ms_take_less_than_3_s_on_8_warm_workers(functions):
+    with contextlib.closing(Scorer(RewardConfig((functions + "nap",), num_workers=8))) as scorer:
+        start = time.monotonic()
+        for index, sample in enumerate(samples_of(*["a"] * 256)):
+            scorer.submit(index, sample)
+        submitted = time.monotonic()
+        rewards, _ = scorer.collect(256)
+        assert rewards == [1] * 256
+        assert submitted - start < 0.5, "submit waits for workers"
+        assert time.monotonic() - start < 3
+
+
+def test_scoring_overlaps_with_sampling(functions):
+    with contextlib.closing(Scorer(RewardConfig((functions + "nap",), num_workers=2))) as scorer:
+        for index, sample in enumerate(samples_of(*["a"] * 40)):
+            scorer.submit(index, sample)
+            time.sleep(0.03)
+        start = time.monotonic()
+        scorer.collect(40)
+        assert time.monotonic() - start < 0.3    # of 40 x 50 ms / 2 = 1 s; the rest hides behind 1.2 s of sampling
+
+
+def score_on_each_rank(path):
+    names = ("length", "fail_on_x")
+    samples = samples_of("x" if dist.get_rank() == 1 else "yy")
+    rewards, _ = score_all(RewardConfig((path + names[0],), num_workers=2), samples)
+    assert rewards == [2 - dist.get_rank()]
+    score_all(RewardConfig((path + names[1],), num_workers=2), samples)
+    dist.barrier()
+
+
+def test_a_failure_on_one_rank_ends_all_soon_with_its_reason(functions):
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="fail_on_x failed on 1 of 1 samples(.|\n)*the reason"):
+        run_ranks(2, score_on_each_rank, functions)
+    assert time.monotonic() - start < 10
+
+
+def tiny_reward_model(kind="Llama", attention="sdpa", **options):
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    options = sizes | dict(num_key_value_heads=2, num_labels=1, pad_token_id=2, eos_token_id=2) | options
+    config = getattr(transformers, f"{kind}Config")(**options, attn_implementation=attention)
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(config).eval()
+    with torch.no_grad():
+        model.score.weight.normal_()    # its 0.02 would hide differences
+    return model
+
+
+def texts(num=5):
+    """Token ids of several lengths with EOS, which is the pad token as well, inside and at the end."""
+    torch.manual_seed(1)
+    return [[5, 2, *torch.randint(3, 32, (7 * (i * 3 % 5) + 1,)).tolist(), 2] for i in range(num)]
+
+
+def scores_alone(model, sequences):
+    """The last token's hidden state times the head, one text at a time."""
+    with torch.no_grad():
+        hidden = [model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0, -1] for ids in sequences]
+        return [(model.score.weight @ h).item() for h in hidden]
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+@pytest.mark.parametrize("attention", ["sdpa", "packed"])
+def test_a_text_has_the_same_score_alone_and_in_any_packing(kind, attention):
+    model = tiny_reward_model(kind)
+    expected = scores_alone(model, texts())
+    assert max(expected) - min(expected) > 0.1
+    if attention == "packed":
+        from attention import use_packed_attention
+
+        use_packed_attention(model)
+    for tokens_per_row in (1, 40, 10_000):
+        got = model_scores(model, texts(), tokens_per_row=tokens_per_row)
+        assert got == pytest.approx(expected, abs=1e-4)    # fp32 sums in another order
+    assert model_scores(model, list(map(torch.tensor, reversed(texts())))) == pytest.approx(expected[::-1], abs=1e-4)
+    assert model_scores(model, []) == []
+
+
+def test_texts_that_differ_only_behind_the_first_eos_have_different_scores():
+    first, second = model_scores(tiny_reward_model(), [[5, 6, 2, 7, 8, 2], [5, 6, 2, 9, 10, 2]])
+    assert abs(first - second) > 1e-2
+
+
+def test_a_model_whose_score_would_be_wrong_is_refused():
+    with pytest.raises(ValueError, match="num_labels 1"):
+        model_scores(tiny_reward_model(num_labels=2), texts())
+    with pytest.raises(ValueError, match="other than eager"):
+        model_scores(tiny_reward_model(attention="eager"), texts())
+    with pytest.raises(ValueError, match="needs a `score` head"):
+        model_scores(tiny_reward_model().model, texts())
+
+
+def test_a_score_that_is_not_finite_stops_the_run():
+    model = tiny_reward_model()
+    with torch.no_grad():
+        model.score.weight.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="LlamaForSequenceClassification gave a score of NaN"):
+        model_scores(model, texts())
+
+
+def scores_on_each_rank():
+    from torch.distributed.fsdp import fully_shard
+
+    model = tiny_reward_model()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model_scores(model, texts(5)[: [5, 0, 2][dist.get_rank()]], tokens_per_row=20)
+
+
+def test_a_sharded_model_scores_on_ranks_with_different_numbers_of_texts():
+    expected = scores_alone(tiny_reward_model(), texts())
+    got = run_ranks(3, scores_on_each_rank)
+    for scores, count in zip(got, (5, 0, 2)):
+        assert scores == pytest.approx(expected[:count], abs=1e-4)
