@@ -94,7 +94,6 @@ def iter_full_params(
         full = _finish_gather(*arrived)
         del arrived
         yield full
-        del full
 
 
 def _clean_name(name: str) -> str:
