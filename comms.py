@@ -1,31 +1,25 @@
 """INT8 gradients on the wire: block-wise quantization, a reduce-scatter and an all-reduce of it, plugged into FSDP2.
 
 The problem. Each step reduces every gradient over all ranks: for 7 B parameters in fp32 28 GB leave and enter a host,
-2.2 s at 100 Gbit/s. What travels can be coarse; what is added up must not be: a sum in int8 wraps (2 x 100 = -56), and
-one scale for a whole tensor drowns its small values.
+2.2 s at 100 Gbit/s. What travels can be coarse; sums must not be: in int8 100 + 100 = -56.
 
-How it works. Values are cut into blocks of 256, each with its own scale, the largest magnitude over 127. With blocks
-of 4 (error at most scale / 2 = absmax / 254):
+How it works. Values are cut into blocks of 256, each with its own scale, the largest magnitude over 127, so that small
+values do not drown. The error is at most scale / 2 = absmax / 254. With blocks of 4:
 
     x       0.50  -1.00   0.10   0.00 |  2e-6    1e-6   0   -3e-6     fp32, 4 bytes a value
     scale   1/127                     |  3e-6/127                     fp32, 4 bytes a block
     code      64   -127     13      0 |    85      42   0    -127     int8, 1 byte a value
     back   0.504  -1.00  0.102   0.00 |  2e-6 0.99e-6   0   -3e-6
 
-A reduce-scatter sends each rank its chunk of everybody's codes and adds up in fp32:
-
-    quantize [W, n] -> one all-to-all of scales and codes -> dequantize, sum over the sources [n]
-
-An all-reduce quantizes these sums once more and all-gathers them. Every rank decodes the same bytes and ends with the
-same bits. A message is the scales, then the codes of one chunk, each padded to 16 bytes: 1 + 4/256 bytes a value, 0.508
-of bf16, 0.254 of fp32. NaN or Inf leave no finite value in their block, so the gradient norm shows them; blocks below
-1.5e-36, whose scale would not be a normal float, become 0.
+A reduce-scatter quantizes its input [W, n], sends each rank its chunk of scales and codes in one all-to-all, and sums
+the W dequantized chunks in fp32 [n]. An all-reduce quantizes these sums once more and all-gathers them: every rank
+decodes the same bytes and ends with the same bits. A message is the scales, then the codes of one chunk, each padded to
+16 bytes: 1 + 4/256 bytes a value, 0.508 of bf16, 0.254 of fp32. NaN or Inf leave no finite value in their block, so the
+gradient norm shows them; blocks below 1.5e-36, whose scale would not be a normal float, become 0.
 
 `quantize_gradients(model)` replaces FSDP2's reduce-scatter and, on a 2-D mesh (HSDP), its all-reduce over the replicas.
 Rounding to the nearest has the smaller error in one step, stochastic rounding none on average over many. Error feedback
-adds to a reduction what the one before lost: for the replica axis, where it costs a shard; for the shard axis it would
-cost a whole gradient on each rank.
-
+adds to a reduction what the one before lost; it is there for the replica axis, where it costs a shard.
 When it pays: between hosts, over links that the step waits for. Inside a host with NVLink it does not: the plain
 reduction hides behind the backward pass, and quantizing reads and writes all gradients once more.
 
@@ -45,7 +39,6 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -64,7 +57,7 @@ def quantize_blockwise(x: Tensor, block_size: int = 256, *, rounding: Rounding =
     """codes = round(x / scale) with scale = max |x| of the block / 127: int8 [n] and fp32 [B].
 
     x: n values of any shape and floating dtype; the last block may be short. The error of codes * scale is at most
-    scale / 2 to the nearest; stochastic it is below scale, and 0 on average.
+    scale / 2; with stochastic rounding below scale, and 0 on average.
     """
     _check_block_size(block_size)
     codes = torch.empty(1, x.numel(), dtype=torch.int8, device=x.device)
@@ -93,14 +86,14 @@ def _quantize_rows(x: Tensor, codes: Tensor, scales: Tensor, block_size: int, ro
     if rounding == "stochastic":
         # From torch's CPU generator, which checkpoints keep; each rank its own, since equal errors would add up.
         seed = int(torch.randint(1 << 30, ())) + (dist.get_rank() if dist.is_initialized() else 0)
-    if _use_kernels(x):
+    if x.is_cuda or "TRITON_INTERPRET" in os.environ:  # Triton's own switch to run kernels on the CPU
         tile = max(1, 4096 // block_size)
         _kernels()[0][(-(-n // (tile * block_size)), num_rows)](
             x, codes, scales, x.numel(), n, codes.stride(0), scales.stride(0), seed or 0, SMALLEST_ABSMAX,
             STOCHASTIC=seed is not None, BLOCK=block_size, TILE=tile, num_warps=8)  # fmt: skip
         return
-    rows = F.pad(x.float(), (0, num_rows * n - x.numel())).view(num_rows, n)
-    blocks = F.pad(rows, (0, num_blocks * block_size - n)).view(num_rows, num_blocks, block_size)
+    rows = nn.functional.pad(x.float(), (0, num_rows * n - x.numel())).view(num_rows, n)
+    blocks = nn.functional.pad(rows, (0, num_blocks * block_size - n)).view(num_rows, num_blocks, block_size)
     absmax = blocks.abs().amax(-1)  # [R, B]; NaN if the block holds one
     absmax = absmax.masked_fill(absmax < SMALLEST_ABSMAX, 0.0)
     inverse = torch.where(absmax > 0, 127 / absmax, 0.0)
@@ -115,7 +108,7 @@ def _quantize_rows(x: Tensor, codes: Tensor, scales: Tensor, block_size: int, ro
 @torch.no_grad()
 def _dequantize_sum(codes: Tensor, scales: Tensor, out: Tensor, block_size: int) -> None:
     """out[i] = sum over the rows r of codes[r, i] * scales[r, i // block_size], in fp32. codes [R, n], out [n]."""
-    if _use_kernels(out):
+    if out.is_cuda or "TRITON_INTERPRET" in os.environ:
         (num_rows, n), tile = codes.shape, max(1, 4096 // block_size)
         _kernels()[1][(-(-n // (tile * block_size)),)](
             codes, scales, out, num_rows, n, codes.stride(0), scales.stride(0),
@@ -125,10 +118,6 @@ def _dequantize_sum(codes: Tensor, scales: Tensor, out: Tensor, block_size: int)
     for row_codes, row_scales in zip(codes, scales):
         total += row_codes * row_scales.repeat_interleave(block_size)[: out.numel()]
     out.copy_(total)
-
-
-def _use_kernels(x: Tensor) -> bool:
-    return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch to run kernels on the CPU
 
 
 @functools.cache
@@ -146,15 +135,13 @@ def _kernels() -> tuple:
         column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         inside = (column < n) & (row * n + column < numel)
         values = tl.load(x + row * n + column, mask=inside, other=0.0).to(tl.float32)
-        magnitude = tl.where(values == values, tl.abs(values), float("inf"))  # tl.max would pass over NaN
-        absmax = tl.max(magnitude, axis=1)
+        absmax = tl.max(tl.where(values == values, tl.abs(values), float("inf")), axis=1)  # else tl.max drops NaN
         absmax = tl.where(absmax < smallest, 0.0, absmax)
         inverse = tl.where(absmax > 0, 127 / absmax, 0.0)
         u = 0.5
         if STOCHASTIC:
             u = tl.rand(seed, row * n + column)
-        rounded = tl.floor(values * inverse[:, None] + u)
-        rounded = tl.minimum(tl.maximum(rounded, -127.0), 127.0)
+        rounded = tl.minimum(tl.maximum(tl.floor(values * inverse[:, None] + u), -127.0), 127.0)
         tl.store(codes + row * codes_stride + column, rounded.to(tl.int8), mask=column < n)
         tl.store(scales + row * scales_stride + block, absmax / 127, mask=block * BLOCK < n)
 
@@ -224,9 +211,8 @@ def quantized_all_reduce(
     if residual is not None:
         flat.add_(residual)
     sent, received = _scatter(flat, n, group, block_size, rounding)
-    total = torch.empty(n, device=x.device)
+    total, own = torch.empty(n, device=x.device), _Messages(1, n, block_size, x.device)
     _dequantize_sum(received.codes, received.scales, total, block_size)
-    own = _Messages(1, n, block_size, x.device)
     _quantize_rows(total, own.codes, own.scales, block_size, rounding)
     all_gather(received.wire.view(-1), own.wire.view(-1), group=group)
     if residual is not None:
@@ -235,6 +221,7 @@ def quantized_all_reduce(
         # What the second rounding lost goes to the residual of the rank that rounded: the next sum has it once.
         mine = residual[dist.get_rank(group) * n :][:n]
         mine += (total - dequantize_blockwise(own.codes[0], own.scales[0], block_size))[: mine.numel()]
+        residual.nan_to_num_(0.0, 0.0, 0.0)  # else one NaN or Inf would come back in every later sum
     _dequantize_rows(received, flat, block_size)
 
 
@@ -246,8 +233,8 @@ def _dequantize_rows(messages: _Messages, out: Tensor, block_size: int) -> None:
 
 
 def quantize_gradients(
-    model: nn.Module, *, block_size: int = 256, rounding: Rounding = "nearest", exclude: Sequence[str] = (),
-    error_feedback: bool = False,
+    model: nn.Module, *, block_size=256, rounding: Rounding = "nearest", exclude: Sequence[str] = (),
+    error_feedback=False,
 ) -> None:  # fmt: skip
     """From now on FSDP2 reduces the model's gradients in INT8, over the shard axis and over a replicate axis.
 
@@ -259,7 +246,7 @@ def quantize_gradients(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for pattern in exclude:
         if not fnmatch.filter(names.values(), pattern):
-            raise ValueError(f"exclude {pattern!r} matches no parameter: write it for names like {[*names.values()][0]!r}")
+            raise ValueError(f"exclude {pattern!r} matches no parameter: match names like {min(names.values())!r}")
     excluded = {key for key, name in names.items() if any(fnmatch.fnmatch(name, pattern) for pattern in exclude)}
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
@@ -269,8 +256,8 @@ def quantize_gradients(
     for module in modules:
         state = module._get_fsdp_state()
         param_groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13
-        for param_group in [state._fsdp_param_group] if param_groups is None else param_groups:
-            params = param_group.fsdp_params if param_group else []  # in the order in which FSDP2 lays out a chunk
+        for param_group in filter(None, [state._fsdp_param_group] if param_groups is None else param_groups):
+            params = [p for p in param_group.fsdp_params if p.sharded_param.requires_grad]  # in the order of a chunk
             columns = [(p.padded_sharded_param_size.numel(), id(p.sharded_param) not in excluded) for p in params]
             if any(quantized for _, quantized in columns):
                 module.set_custom_reduce_scatter(_QuantizedReduceScatter(columns, reduce_scatter_int8))
@@ -292,10 +279,9 @@ class _QuantizedReduceScatter(ReduceScatter):
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError("INT8 gradients with a divide factor need set_force_sum_reduction_for_comms(True): set it")
 
-        def reduce(output: Tensor, part: Tensor, quantized: bool) -> None:
+        def reduce(output: Tensor, part: Tensor, quantized: bool):
             if not quantized:
-                reduce_scatter(output, part, group=group, op=op)
-                return
+                return reduce_scatter(output, part, group=group, op=op)
             self.reduce_scatter_int8(output, part, group)
             if op == dist.ReduceOp.AVG:
                 output.div_(group.size())
@@ -305,20 +291,17 @@ class _QuantizedReduceScatter(ReduceScatter):
 
 def _replace_all_reduce(module, param_group, columns, all_reduce_int8: Callable, error_feedback: bool) -> None:
     """Lets FSDP2's hook reduce over the replicas instead of FSDP2 itself."""
-    mesh_info, residual = param_group.mesh_info, None
-    replicas = mesh_info.replicate_process_group
-    # FSDP2 would call the hook after its own all-reduce. So the group is told that it has a shard axis alone; where the
-    # parameters are placed does not change.
+    mesh_info, replicas, residual = param_group.mesh_info, param_group.mesh_info.replicate_process_group, None
+    # FSDP2 would call the hook after its own all-reduce, so the group is told that it has no replicate axis.
     param_group.mesh_info = FSDPMeshInfo(mesh=mesh_info.mesh, shard_mesh_dim=mesh_info.shard_mesh_dim)
     if param_group.post_forward_mesh_info == mesh_info:  # if they differed, FSDP2 would reshard to another mesh
         param_group.post_forward_mesh_info = param_group.mesh_info
 
-    def reduce(output: Tensor, part: Tensor, quantized: bool) -> None:
+    def reduce(output: Tensor, part: Tensor, quantized: bool):
         nonlocal residual
         output.copy_(part)
         if not quantized:
-            dist.all_reduce(output, group=replicas)
-            return
+            return dist.all_reduce(output, group=replicas)
         if error_feedback and residual is None:
             residual = torch.zeros_like(output, dtype=torch.float32)
         all_reduce_int8(output, replicas, residual=residual)
@@ -332,19 +315,19 @@ def _replace_all_reduce(module, param_group, columns, all_reduce_int8: Callable,
 
 
 def _by_columns(output: Tensor, input: Tensor, columns: list[tuple[int, bool]], reduce: Callable) -> None:
-    """output [n] = input [rows * n] reduced by reduce(output, input, quantized), once for the columns of each kind."""
+    """output [n] = input [rows * n] after reduce(output, input, quantized), called for the columns of each kind."""
     if all(quantized for _, quantized in columns):
         return reduce(output, input, True)
     sizes = [size for size, _ in columns]
     if sum(sizes) != output.numel():
         raise ValueError("exclude needs a gradient for every parameter of a module: freeze the others, or exclude none")
-    inputs, outputs = input.view(-1, output.numel()).split(sizes, dim=1), output.split(sizes)
+    parts = list(zip(columns, input.view(-1, output.numel()).split(sizes, dim=1), output.split(sizes)))
     for kind in (True, False):
-        chosen = [i for i, (_, quantized) in enumerate(columns) if quantized is kind]
-        reduced = output.new_empty(sum(sizes[i] for i in chosen))
-        reduce(reduced, torch.cat([inputs[i] for i in chosen], dim=1).flatten(), kind)
-        for i, values in zip(chosen, reduced.split([sizes[i] for i in chosen])):
-            outputs[i].copy_(values)
+        inputs, outputs = zip(*[(x, out) for (_, quantized), x, out in parts if quantized is kind])
+        reduced = torch.cat(outputs)
+        reduce(reduced, torch.cat(inputs, dim=1).flatten(), kind)
+        for out, values in zip(outputs, reduced.split([out.numel() for out in outputs])):
+            out.copy_(values)
 
 
 def measure_bandwidth(num_bytes: int, group: dist.ProcessGroup | None = None) -> float:
@@ -355,17 +338,22 @@ def measure_bandwidth(num_bytes: int, group: dist.ProcessGroup | None = None) ->
     world_size = dist.get_world_size(group)
     if world_size == 1:
         return float("nan")
+    full, chunk = _buffers(num_bytes, group)
+    return (world_size - 1) * chunk.nbytes / _seconds(lambda: reduce_scatter(chunk, full, group=group), group) / 1e9
+
+
+def _buffers(num_bytes: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Zeros of the group's device: fp32 [W * n] of about num_bytes, and [n]."""
+    n = max(1, num_bytes // 4 // dist.get_world_size(group))
     device = "cuda" if "nccl" in dist.get_backend_config(group) else "cpu"
-    output = torch.zeros(max(1, num_bytes // 4 // world_size), device=device)
-    input = torch.zeros(world_size * output.numel(), device=device)
-    return (world_size - 1) * output.nbytes / _seconds(lambda: reduce_scatter(output, input, group=group), group) / 1e9
+    return torch.zeros(dist.get_world_size(group) * n, device=device), torch.zeros(n, device=device)
 
 
-def _seconds(run: Callable[[], object], group: dist.ProcessGroup | None = None, repeats: int = 5) -> float:
+def _seconds(run: Callable[[], object], group: dist.ProcessGroup | None, repeats: int = 5) -> float:
     """Time of a run on the slowest rank, the same figure on all; median after two runs to warm up."""
     times = []
     for _ in range(repeats + 2):
-        elapsed = torch.zeros(1, device="cuda" if "nccl" in dist.get_backend_config(group) else "cpu")
+        _, elapsed = _buffers(4, group)
         dist.all_reduce(elapsed, group=group)  # so that all start together
         start = time.perf_counter() + elapsed.item()
         run()
@@ -377,37 +365,30 @@ def _seconds(run: Callable[[], object], group: dist.ProcessGroup | None = None, 
     return sorted(times[2:])[repeats // 2]
 
 
-def _benchmark(num_bytes: int, device: str) -> list[dict[str, float | str]]:
-    """A record per collective of num_bytes of fp32 per rank. The bus GB/s of an INT8 form count the fp32 it stands for."""
-    world_size, n = dist.get_world_size(), num_bytes // 4 // dist.get_world_size()
-    full, chunk = torch.zeros(world_size * n, device=device), torch.zeros(n, device=device)
-    plain, int8 = 4 * n, _Messages(1, n, 256, torch.device("meta")).wire.numel()
-    records = []
-    for name, passes, chunk_bytes, run in (
-        ("all_reduce", 2, plain, lambda: dist.all_reduce(full)),
-        ("all_reduce int8", 2, int8, lambda: quantized_all_reduce(full)),
-        ("reduce_scatter", 1, plain, lambda: reduce_scatter(chunk, full)),
-        ("reduce_scatter int8", 1, int8, lambda: quantized_reduce_scatter(chunk, full)),
-        ("all_gather", 1, plain, lambda: all_gather(full, chunk)),
-    ):
-        seconds, sends = _seconds(run, repeats=20), passes * (world_size - 1)
-        figures = {"ms": seconds * 1e3, "sent_bytes": sends * chunk_bytes, "bus_gb_s": sends * plain / seconds / 1e9}
-        records.append({"collective": name, "bytes": num_bytes, **figures})
-    return records
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="torchrun --nproc-per-node N comms.py --bench")
     parser.add_argument("--bench", action="store_true", required=True, help="time the collectives by size")
     parser.add_argument("--max-mb", type=int, default=1024, help="largest size, MiB of fp32 per rank")
-    args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
+    max_bytes = parser.parse_args().max_mb << 20
+    if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    records = [r for k in range(12, 64, 3) if 1 << k <= args.max_mb << 20 for r in _benchmark(1 << k, device)]
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    records = []
+    for full, chunk in (_buffers(1 << k, None) for k in range(12, 40, 3) if 1 << k <= max_bytes):
+        plain, int8 = chunk.nbytes, _Messages(1, chunk.numel(), 256, torch.device("meta")).wire.numel()
+        for name, passes, chunk_bytes, run in (
+            ("all_reduce", 2, plain, lambda: dist.all_reduce(full)),
+            ("all_reduce int8", 2, int8, lambda: quantized_all_reduce(full)),
+            ("reduce_scatter", 1, plain, lambda: reduce_scatter(chunk, full)),
+            ("reduce_scatter int8", 1, int8, lambda: quantized_reduce_scatter(chunk, full)),
+            ("all_gather", 1, plain, lambda: all_gather(full, chunk)),
+        ):
+            ms, sends = _seconds(run, None, repeats=20) * 1e3, passes * (dist.get_world_size() - 1)
+            # The bus bandwidth of an INT8 form counts the fp32 bytes that it stands for: lines of a size compare.
+            figures = {"ms": ms, "sent_bytes": sends * chunk_bytes, "bus_gb_s": sends * plain / ms / 1e6}
+            records.append({"collective": name, "bytes": full.nbytes, **figures})
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} ranks, {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}")
+        print(f"{dist.get_world_size()} ranks, {torch.cuda.get_device_name() if full.is_cuda else 'CPU'}")
         print(f"{'collective':<20} {'bytes':>11} {'ms':>10} {'bytes sent':>11} {'bus GB/s':>10}")
         for r in records:
             print("{collective:<20} {bytes:>11} {ms:>10.3f} {sent_bytes:>11} {bus_gb_s:>10.2f}".format(**r))

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # fully_shard imports it: seconds, once here instead of on each rank of each test
 import torch.distributed as dist
 
 
