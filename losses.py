@@ -1,14 +1,15 @@
 """Clipped surrogate, value loss, KL estimators, importance weights: pure functions of per-token tensors.
 
-The problem. A policy gradient over many tokens is a mean, and the mean is where implementations go wrong: dividing inside
-a micro-batch and averaging the quotients, dividing once more for accumulation, FSDP dividing by the number of ranks, or
-counting tokens in the denominator that the numerator masks. Each makes the step depend on the layout. With responses of
-1, 2, 4, ... 128 tokens in micro-batches of one, a mean of means weighs the 1-token response 128 times too much.
+The problem. A policy gradient over many tokens is a mean, and the mean is where implementations go wrong: dividing
+inside a micro-batch and averaging the quotients, dividing once more for accumulation, FSDP dividing by the number of
+ranks, or counting tokens in the denominator that the numerator masks. Each makes the step depend on the layout. With
+responses of 1, 2, 4, ... 128 tokens in micro-batches of one, a mean of means weighs the token of the shortest response
+128 times as much as a token of the longest.
 
 How it works. Every function returns a sum divided by one number, `normalizer`, that the caller knows before the first
 forward: it is counted over all rows and all ranks of the minibatch. Gradients of rows and ranks then simply add up.
 What the number is decides what is optimised, so it is a flag (`normalize`):
-    token      all response tokens                  every token counts the same (DAPO); long responses weigh more
+    token      all response tokens                   every token counts the same (DAPO); long responses weigh more
     sequence   responses, each token 1 / its length  every response counts the same (GRPO); long bad ones are spared
     constant   responses x max_response_tokens       no length bias at all (Dr. GRPO)
 Worked example, responses of 1 and 9 tokens, advantages +1 and -1, ratio 1, limit 10: the loss is
@@ -21,16 +22,18 @@ The surrogate, with r = pi / pi_old:   max(-A r, -A clip(r, 1 - clip_low, 1 + cl
 
 Three sources of difference between the policies, three corrections, never mixed:
     old -> current       the ratio r: minibatches and epochs move the policy during the update
-    sampler -> old       `importance_weights`: other kernels and precisions report other probabilities for the same weights
+    sampler -> old       `importance_weights`: the same weights in other kernels give other probabilities
     reference -> current the KL term: `kl_estimate`
 
-KL estimators, with d = log ref - log p, on tokens sampled from p: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. By value k1 and
-k3 are unbiased for KL(p|ref). By gradient, which is what counts in a loss, k1 is noise around zero, k2 has the gradient
-of KL(p|ref) and k3 that of KL(ref|p). So k1 is refused as a loss; in a reward k1 is the right one.
+KL estimators, with d = log ref - log p, on tokens sampled from p: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. By value
+k1 and k3 are unbiased for KL(p|ref). By gradient, which is what counts in a loss, k1 is noise around zero, k2 has the
+gradient of KL(p|ref) and k3 that of KL(ref|p). So k1 is refused as a loss; in a reward k1 is the right one.
 
-Shapes: N tokens in a packed row, S sequences; tensors are [N] unless said otherwise. Masked entries may hold anything, NaN too.
-Sources: Schulman 2017 (arXiv:1707.06347), Shao 2024 (GRPO, arXiv:2402.03300), Liu 2025 (Dr. GRPO, arXiv:2503.20783), Yu 2025
-(DAPO, arXiv:2503.14476), Zheng 2025 (GSPO, arXiv:2507.18071), Schulman 2020 "Approximating KL divergence".
+Shapes: N tokens in a packed row, S sequences; tensors are [N] unless said otherwise. Where a function takes a mask,
+masked entries may hold anything, NaN too.
+What we give up: a fused kernel, and a ratio clipped from above for bad tokens (dual-clip PPO).
+Sources: Schulman 2017 (arXiv:1707.06347), Shao 2024 (GRPO, arXiv:2402.03300), Liu 2025 (Dr. GRPO, arXiv:2503.20783),
+Yu 2025 (DAPO, arXiv:2503.14476), Zheng 2025 (GSPO, arXiv:2507.18071), Schulman 2020 "Approximating KL divergence".
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class LossConfig:
     clip_high: float = 0.28
     """Ratios above 1 + clip_high earn nothing more for good tokens (equal to clip_low: plain PPO)."""
     normalize: Literal["token", "sequence", "constant"] = "token"
-    """What every loss term is divided by: all response tokens, responses (each token 1 / length), or responses x limit."""
+    """Divisor of every loss term: all response tokens, responses (each token 1 / length), or responses x limit."""
     ratio: Literal["token", "sequence"] = "token"
     """Ratio of the surrogate per token, or the geometric mean over the response (GSPO; use clips around 3e-4)."""
     kl_coef: float = 0.0
@@ -60,8 +63,8 @@ class LossConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, subtracted from the loss; 0: off."""
     importance: Literal["token", "sequence", "mask", "off"] = "token"
-    """Correction for the sampler's own probabilities: per token or per response capped at importance_cap, tokens outside
-    [1 / cap, cap] left out, or none."""
+    """Weights against the sampler's own probabilities: per token or per response, at most importance_cap; mask: tokens
+    outside [1 / cap, cap] are left out; off: none."""
     importance_cap: float = 2.0
     """Largest importance weight."""
     target_kl: float = 0.0
@@ -70,12 +73,13 @@ class LossConfig:
     def __post_init__(self):
         if not 0 < self.clip_low <= 1 or self.clip_high <= 0:
             raise ValueError(
-                f"--loss.clip-low {self.clip_low}, --loss.clip-high {self.clip_high}: must be in (0, 1] and above 0; try 0.2 and 0.28"
+                f"--loss.clip-low {self.clip_low}, --loss.clip-high {self.clip_high}: must be in (0, 1] and above 0; "
+                "try 0.2 and 0.28"
             )
         if min(self.kl_coef, self.entropy_coef, self.target_kl) < 0:
             raise ValueError(
-                f"--loss.kl-coef {self.kl_coef}, --loss.entropy-coef {self.entropy_coef}, --loss.target-kl {self.target_kl}: "
-                "must be at least 0; 0 switches each off"
+                f"--loss.kl-coef {self.kl_coef}, --loss.entropy-coef {self.entropy_coef}, --loss.target-kl "
+                f"{self.target_kl}: must be at least 0; 0 switches each off"
             )
         if self.kl == "k1":
             raise ValueError("--loss.kl k1: its gradient as a loss is zero on average; use k2 or k3")
@@ -97,10 +101,10 @@ def policy_loss(
     token_weights: Tensor | None = None,
     importance_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum over response tokens of w max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) / normalizer, and its statistics.
+    """sum over response tokens of w max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) / normalizer, and statistics.
 
-    logprobs [N] with grad, old_logprobs [N], advantages [N], response_mask [N] bool; w is token_weights [N] (1 / length for a
-    mean over sequences) times importance_weights [N], each 1 if None. ratio "sequence" needs cu_seqlens [S+1].
+    logprobs [N] with grad, old_logprobs [N], advantages [N], response_mask [N] bool; w is token_weights [N] (1 / length
+    for a mean over sequences) times importance_weights [N], each 1 if None. ratio "sequence" needs cu_seqlens [S+1].
     Statistics are means over this row's response tokens: pg_clipfrac (share of tokens whose gradient the clip removes)
     and ppo_kl (k3 estimate of KL(old|current)). A row without response tokens gives 0 and zero gradient.
     """
@@ -111,19 +115,18 @@ def policy_loss(
         lengths = _sequence_sum(response_mask.to(log_ratio.dtype), cu_seqlens)
         log_ratio = torch.where(response_mask, _sequence_sum(log_ratio, cu_seqlens) / lengths.clamp(min=1), 0.0)
     r = torch.exp(log_ratio)
-    a = torch.where(response_mask, advantages, 0.0)
-    unclipped = -a * r
-    clipped = -a * r.clamp(1 - clip_low, 1 + clip_high)
+    unclipped = -advantages * r
+    clipped = -advantages * r.clamp(1 - clip_low, 1 + clip_high)
     per_token = torch.maximum(unclipped, clipped)
     for weights in (token_weights, importance_weights):
         if weights is not None:
-            per_token = torch.where(response_mask, per_token * weights, 0.0)
+            per_token = per_token * weights
     num_tokens = response_mask.sum().clamp(min=1)
     stats = {
         "pg_clipfrac": (clipped > unclipped).sum() / num_tokens,
         "ppo_kl": kl.detach().sum() / num_tokens,
     }
-    return per_token.sum() / normalizer, stats
+    return masked_sum(per_token, response_mask) / normalizer, stats
 
 
 def _sequence_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -140,8 +143,8 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """sum over response tokens of 1/2 max((v - R)^2, (v_clipped - R)^2) / normalizer, and its statistics.
 
-    v_clipped is v kept within `clip` of old_values (inf: no clipping). values [N] with grad; the rest [N]. Statistics: vf_clipfrac,
-    the share of response tokens whose value left the band.
+    v_clipped is v kept within `clip` of old_values (inf: no clipping). values [N] with grad; the rest [N]. Statistics:
+    vf_clipfrac, the share of response tokens whose value left the band.
     """
     v = torch.where(response_mask, values, 0.0)
     old = torch.where(response_mask, old_values, 0.0)
@@ -150,19 +153,19 @@ def value_loss(
     per_token = 0.5 * torch.maximum((v - target) ** 2, (v_clipped - target) ** 2)
     num_tokens = response_mask.sum().clamp(min=1)
     stats = {"vf_clipfrac": ((v - old).abs() > clip).sum() / num_tokens}
-    return torch.where(response_mask, per_token, 0.0).sum() / normalizer, stats
+    return masked_sum(per_token, response_mask) / normalizer, stats
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2", "k3"] = "k3") -> Tensor:
     """Per-token estimate of KL(policy|reference) on tokens sampled from the policy: [N], [N] -> [N].
 
-    d = ref_logprobs - logprobs:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1. k1 is for rewards and metrics: as a loss it has
-    no gradient on average, so it raises ValueError for logprobs that carry grad.
+    d = ref_logprobs - logprobs:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1. k1 is for rewards and metrics: as a loss
+    it has no gradient on average, so it raises ValueError for logprobs that carry grad.
     """
     d = ref_logprobs - logprobs
     if kind == "k1":
         if logprobs.requires_grad:
-            raise ValueError("kl_estimate 'k1' as a loss has zero gradient on average; use 'k2' or 'k3', or detach for a reward")
+            raise ValueError("kl_estimate 'k1' as a loss has no gradient on average; use 'k2' or 'k3', or detach it")
         return -d
     if kind == "k2":
         return 0.5 * d * d
@@ -180,7 +183,7 @@ def token_weights(
 ) -> tuple[Tensor, float]:
     """Weight of each token [N] fp32 and the number that the weighted sum over all rows and ranks is divided by.
 
-    totals: response "tokens" and "sequences" of the minibatch over all ranks (0 sequences: divided by 1, all terms are 0).
+    totals: response "tokens" and "sequences" of the minibatch over all ranks (of 0 the divisor is 1: all terms are 0).
     """
     weights = response_mask.float()
     if normalize == "token":
@@ -213,9 +216,9 @@ def sampler_correction(
     """Importance weights [N] of the chosen kind (None for "off"), and how far apart sampler and trainer are.
 
     token: truncated at cap, per token. sequence: the product over the response, truncated, the same for all its tokens.
-    mask: 1, but 0 where the token's own weight leaves [1 / cap, cap]. All [N] but cu_seqlens [S+1]. Statistics, means over
-    the response tokens: kl (k3 of KL(sampler|old)), abs_diff_mean, is_weight_mean, is_square_mean; and abs_diff_max. The
-    effective sample size is is_weight_mean^2 / is_square_mean, once both are means over the whole batch.
+    mask: 1, but 0 where the token's own weight leaves [1 / cap, cap]. All [N] but cu_seqlens [S+1]. Statistics, means
+    over the response tokens: kl (k3 of KL(sampler|old)), abs_diff_mean, is_weight_mean, is_square_mean; and
+    abs_diff_max. The effective sample size is is_weight_mean^2 / is_square_mean, once both are means over all tokens.
     """
     log_weights = torch.where(response_mask, (old_logprobs - rollout_logprobs).detach(), 0.0)
     if kind == "sequence":

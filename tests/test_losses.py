@@ -1,0 +1,420 @@
+"""Loss terms against hand-computed numbers, exact sums over small vocabularies, and other layouts of the same step."""
+
+import math
+import random
+
+import pytest
+import torch
+from rows import make_model, random_sequences
+
+from logprobs import token_logprobs
+from losses import (
+    LossConfig,
+    importance_weights,
+    kl_estimate,
+    masked_sum,
+    policy_loss,
+    sampler_correction,
+    token_weights,
+    value_loss,
+)
+from packing import pack
+
+NAN = float("nan")
+
+
+def tensor(*numbers, grad=False):
+    return torch.tensor(numbers, dtype=torch.float32, requires_grad=grad)
+
+
+def mask(*numbers):
+    return torch.tensor(numbers, dtype=torch.bool)
+
+
+def boundaries(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def one_token(ratio, advantage, **options):
+    """(loss, gradient with respect to the log-probability, share of clipped tokens) of a single token."""
+    logprobs = tensor(math.log(ratio) - 1, grad=True)
+    loss, stats = policy_loss(logprobs, tensor(-1.0), tensor(advantage), mask(1), normalizer=1.0, **options)
+    loss.backward()
+    return loss.item(), logprobs.grad.item(), stats["pg_clipfrac"].item()
+
+
+def test_a_clipped_token_has_its_clipped_loss_and_no_gradient():
+    """rllm-org/rllm#81: the maximum was computed, and the unclipped term aggregated."""
+    assert one_token(2.0, 1.0, clip_high=0.28) == pytest.approx((-1.28, 0.0, 1.0))
+    assert one_token(0.5, -1.0, clip_low=0.2) == pytest.approx((0.8, 0.0, 1.0))
+
+
+def test_a_bad_token_made_likelier_and_a_good_one_made_less_likely_are_never_clipped():
+    assert one_token(2.0, -1.0) == pytest.approx((2.0, 2.0, 0.0))
+    assert one_token(0.5, 1.0) == pytest.approx((-0.5, -0.5, 0.0))
+
+
+def test_within_the_band_the_gradient_is_minus_advantage_times_ratio():
+    """ms-swift#10117: the absolute value, not only proportions."""
+    assert one_token(1.0, 3.0) == pytest.approx((-3.0, -3.0, 0.0))
+    assert one_token(1.1, -2.0) == pytest.approx((2.2, 2.2, 0.0))
+
+
+def test_log_probabilities_of_an_older_policy_give_the_ratio():
+    """torchforge#571: old_logprobs = logprobs.detach() where the behaviour policy was another."""
+    assert one_token(math.exp(-0.3), -1.0)[:2] == pytest.approx((0.8, 0.0))
+    assert one_token(math.exp(-0.3), 1.0)[:2] == pytest.approx((-0.7408, -0.7408), abs=1e-4)
+
+
+@pytest.mark.parametrize(("normalize", "expected"), [("token", 0.8), ("sequence", 0.0), ("constant", 0.4)])
+def test_each_normalisation_of_a_good_short_and_a_bad_long_response(normalize, expected):
+    """tinker-cookbook#579: lengths 1 and 9, advantages +1 and -1, ratio 1, at most 10 tokens."""
+    logprobs = torch.zeros(10, requires_grad=True)
+    live, cu_seqlens = torch.ones(10, dtype=torch.bool), boundaries(0, 1, 10)
+    each, normalizer = token_weights(normalize, live, cu_seqlens, {"tokens": 10, "sequences": 2}, 10)
+    advantages = tensor(1.0, *[-1.0] * 9)
+    loss, _ = policy_loss(logprobs, torch.zeros(10), advantages, live, normalizer=normalizer, token_weights=each)
+    assert loss.item() == pytest.approx(expected, abs=1e-7)
+
+
+def test_masked_tokens_are_in_no_denominator():
+    """trl#6369: 25 live tokens of loss 1 and 5 masked ones are a mean of 1, not of 25 / 30."""
+    live = torch.arange(30) < 25
+    cu_seqlens = boundaries(0, 25, 30)
+    for normalize, expected in (("token", 1.0), ("sequence", 1.0), ("constant", 25 / 40)):
+        totals = {"tokens": 25, "sequences": 1}
+        each, normalizer = token_weights(normalize, live, cu_seqlens, totals, 40)
+        loss, _ = policy_loss(
+            torch.zeros(30), torch.zeros(30), -torch.ones(30), live, normalizer=normalizer, token_weights=each
+        )
+        assert loss.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("normalize", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_a_row_without_response_tokens_gives_zero_loss_zero_gradient_and_finite_statistics(normalize, ratio):
+    """trl#3248: every response truncated and masked, 0 / 0."""
+    logprobs = torch.zeros(4, requires_grad=True)
+    nothing, cu_seqlens = torch.zeros(4, dtype=torch.bool), boundaries(0, 2, 4)
+    each, normalizer = token_weights(normalize, nothing, cu_seqlens, {"tokens": 0, "sequences": 0}, 8)
+    weights, mismatch = sampler_correction(torch.zeros(4), torch.zeros(4), nothing, cu_seqlens, kind="token", cap=2.0)
+    loss, stats = policy_loss(
+        logprobs,
+        torch.zeros(4),
+        torch.ones(4),
+        nothing,
+        normalizer=normalizer,
+        cu_seqlens=cu_seqlens,
+        ratio=ratio,
+        token_weights=each,
+        importance_weights=weights,
+    )
+    loss = loss + masked_sum(kl_estimate(logprobs, torch.zeros(4)) * each, nothing) / normalizer
+    loss.backward()
+    assert loss == 0 and (logprobs.grad == 0).all()
+    assert all(x == 0 for x in (*stats.values(), *mismatch.values()))
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_what_masked_entries_hold_changes_neither_loss_nor_gradient_nor_any_statistic(ratio):
+    """SkyRL#354, trl#6121: with nine pads per token all logged numbers are the same."""
+    clean = [tensor(-1.0, -2.0, -0.5), tensor(-1.2, -1.6, -0.9), tensor(1.0, -1.0, 2.0), tensor(-1.1, -1.9, -0.6)]
+    live = torch.zeros(30, dtype=torch.bool)
+    live[[4, 5, 20]] = True
+
+    def numbers(tensors, response_mask, cu_seqlens):
+        logprobs, old, advantages, rollout = tensors
+        logprobs.requires_grad_()
+        weights, mismatch = sampler_correction(old, rollout, response_mask, cu_seqlens, kind="token", cap=1.05)
+        each, normalizer = token_weights("sequence", response_mask, cu_seqlens, {"tokens": 3, "sequences": 2}, 8)
+        loss, stats = policy_loss(
+            logprobs,
+            old,
+            advantages,
+            response_mask,
+            clip_low=0.1,
+            clip_high=0.1,
+            normalizer=normalizer,
+            cu_seqlens=cu_seqlens,
+            ratio=ratio,
+            token_weights=each,
+            importance_weights=weights,
+        )
+        loss.backward()
+        return [loss.item(), *(x.item() for x in (*stats.values(), *mismatch.values()))], logprobs.grad
+
+    expected, expected_gradient = numbers([x.clone() for x in clean], mask(1, 1, 1), boundaries(0, 2, 3))
+    for junk in (0.0, 7.0, NAN, math.inf, -math.inf):
+        padded = [torch.full((30,), junk).masked_scatter(live, x) for x in clean]
+        found, gradient = numbers(padded, live, boundaries(0, 6, 30))
+        assert found == pytest.approx(expected, rel=1e-6)
+        torch.testing.assert_close(gradient[live], expected_gradient)
+        assert (gradient[~live] == 0).all()
+
+
+def test_statistics_are_means_over_response_tokens_as_they_were_before_the_clip():
+    log_ratio = tensor(0.5, -0.5, 0.1, 9.0)
+    old = tensor(-1.0, -1.0, -1.0, -1.0)
+    _, stats = policy_loss(old + log_ratio, old, tensor(1.0, 1.0, 1.0, 1.0), mask(1, 1, 1, 0), normalizer=3.0)
+    assert stats["pg_clipfrac"].item() == pytest.approx(1 / 3)
+    k3 = [math.exp(x) - 1 - x for x in (0.5, -0.5, 0.1)]
+    assert stats["ppo_kl"].item() == pytest.approx(sum(k3) / 3, rel=1e-5)
+
+
+def test_the_sequence_ratio_is_the_geometric_mean_over_the_response_tokens():
+    torch.manual_seed(0)
+    lengths, prompts = [5, 8, 3], [2, 3, 3]  # the last sequence has no response token
+    old, advantage = torch.randn(16), tensor(1.0, -1.0, 1.0)
+    logprobs = (old + 0.3 * torch.randn(16)).requires_grad_()
+    live = torch.cat([torch.arange(n) >= p for n, p in zip(lengths, prompts, strict=True)])
+    cu_seqlens = boundaries(0, 5, 13, 16)
+    advantages = advantage.repeat_interleave(torch.tensor(lengths))
+    each, normalizer = token_weights("sequence", live, cu_seqlens, {"tokens": 8, "sequences": 2}, 8)
+    options = dict(clip_low=0.05, clip_high=0.05, normalizer=normalizer, cu_seqlens=cu_seqlens, ratio="sequence")
+    loss, stats = policy_loss(logprobs, old, advantages, live, **options, token_weights=each)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+
+    direct, clipped = 0.0, 0
+    for i, start in enumerate(cu_seqlens.tolist()[:2]):
+        response = slice(start + prompts[i], start + lengths[i])
+        s = (logprobs[response] - old[response]).mean().exp()
+        terms = -advantage[i] * s, -advantage[i] * s.clamp(0.95, 1.05)
+        clipped += (lengths[i] - prompts[i]) * (terms[1] > terms[0]).item()
+        direct = direct + torch.maximum(*terms) / 2
+    torch.testing.assert_close(loss, direct)
+    torch.testing.assert_close(gradient, torch.autograd.grad(direct, logprobs)[0])
+    assert stats["pg_clipfrac"].item() == pytest.approx(clipped / 8)
+    assert 0 < clipped < 8
+
+
+LENGTHS = [1, 2, 4, 8, 16, 32, 64, 128]
+
+
+def step_gradients(model, groups, normalize, ratio, capacity=10_000):
+    """Gradients of one step over groups of sequences, each group packed into its own rows."""
+    model.zero_grad()
+    totals = {"tokens": sum(LENGTHS), "sequences": len(LENGTHS)}
+    for row in (row for group in groups for row in pack(group, capacity)):
+        live = row.fields["response_mask"]
+        each, normalizer = token_weights(normalize, live, row.cu_seqlens, totals, 128)
+        logprobs, entropy = token_logprobs(model, row)
+        loss, _ = policy_loss(
+            logprobs,
+            logprobs.detach() + 0.05 * torch.sin(row.tokens.float()),
+            row.fields["advantages"],
+            live,
+            normalizer=normalizer,
+            cu_seqlens=row.cu_seqlens,
+            ratio=ratio,
+            token_weights=each,
+        )
+        loss = loss + masked_sum(kl_estimate(logprobs, logprobs.detach() - 0.1) * each, live) / normalizer
+        loss = loss - 0.01 * masked_sum(entropy * each, live) / normalizer
+        loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma"])
+@pytest.mark.parametrize("normalize", ["token", "sequence", "constant"])
+def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_rows_and_order(architecture, normalize):
+    """open-instruct#1137, verl#5625: means of micro-batch means; transformers#34191: per model class."""
+    model = make_model(architecture)
+    sequences = random_sequences([(3, n) for n in LENGTHS])
+    shuffled = random.Random(0).sample(sequences, len(sequences))
+    ratio = "sequence" if normalize == "sequence" else "token"
+    expected = step_gradients(model, [sequences], normalize, ratio)
+    layouts = [[sequences[i : i + n] for i in range(0, 8, n)] for n in (1, 2, 4)]
+    for layout, capacity in [*((groups, 10_000) for groups in layouts), ([sequences], 150), ([shuffled], 140)]:
+        found = step_gradients(model, layout, normalize, ratio, capacity)
+        for name, gradient in expected.items():
+            scale = gradient.abs().max().item()
+            assert scale > 0
+            # fp32 sums in another order, against the largest entry.
+            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5 * scale, msg=name)
+
+
+# An exact check of what each estimator is: all tokens of a small vocabulary, weighted by their probability.
+POLICY = torch.tensor([0.9, -0.3, 0.2, -1.1, 0.5], dtype=torch.float64)
+REFERENCE = torch.tensor([-0.4, 0.8, 0.1, 0.3, -0.9], dtype=torch.float64)
+
+
+def exact_kl(a, b):
+    return (a.exp() * (a - b)).sum()
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_the_value_of_k1_and_k3_is_the_kl_divergence_from_policy_to_reference(kind):
+    p, r = POLICY.log_softmax(-1), REFERENCE.log_softmax(-1)
+    torch.testing.assert_close((p.exp() * kl_estimate(p, r, kind)).sum(), exact_kl(p, r))
+
+
+def gradient_of_the_expected_loss(kind):
+    """E over tokens sampled from the policy of the gradient of the estimate, sampling probabilities held fixed."""
+    theta = POLICY.clone().requires_grad_()
+    p = theta.log_softmax(-1)
+    return torch.autograd.grad((p.detach().exp() * kl_estimate(p, REFERENCE.log_softmax(-1), kind)).sum(), theta)[0]
+
+
+def test_as_a_loss_k2_has_the_gradient_of_kl_policy_reference_and_k3_that_of_kl_reference_policy():
+    theta = POLICY.clone().requires_grad_()
+    p, r = theta.log_softmax(-1), REFERENCE.log_softmax(-1)
+    forward = torch.autograd.grad(exact_kl(p, r), theta, retain_graph=True)[0]
+    backward = torch.autograd.grad(exact_kl(r, p), theta)[0]
+    torch.testing.assert_close(gradient_of_the_expected_loss("k2"), forward)
+    torch.testing.assert_close(gradient_of_the_expected_loss("k3"), backward)
+    assert not torch.allclose(forward, backward, atol=0.01)
+
+
+def test_k1_as_a_loss_is_refused_since_its_gradient_is_zero_on_average():
+    """allenai/open-instruct#534."""
+    theta = POLICY.clone().requires_grad_()
+    p = theta.log_softmax(-1)
+    (gradient,) = torch.autograd.grad((p.detach().exp() * (p - REFERENCE.log_softmax(-1))).sum(), theta)
+    torch.testing.assert_close(gradient, torch.zeros(5, dtype=torch.float64))
+    with pytest.raises(ValueError, match="'k1' as a loss has no gradient on average; use 'k2' or 'k3'"):
+        kl_estimate(p, REFERENCE, "k1")
+    with pytest.raises(ValueError, match="--loss.kl k1"):
+        LossConfig(kl="k1")
+    with pytest.raises(ValueError, match="'k4': must be"):
+        kl_estimate(POLICY, REFERENCE, "k4")
+
+
+def test_k3_of_one_token():
+    d = math.log(0.5) - math.log(0.9)
+    estimate = kl_estimate(tensor(math.log(0.9)), tensor(math.log(0.5)))
+    assert estimate.item() == pytest.approx(math.exp(d) - d - 1, rel=1e-5) and estimate.item() == pytest.approx(
+        0.1433, abs=1e-4
+    )
+    assert kl_estimate(tensor(-1.0), tensor(-3.0), "k2").item() == pytest.approx(2.0)
+    assert kl_estimate(tensor(-1.0), tensor(-3.0), "k1").item() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+def test_the_kl_term_moves_a_policy_to_the_reference(kind):
+    """ToolRL#52: with the sign slipped it moves away. Two tokens, policy 0.9, reference 0.5, no advantages."""
+    generator = torch.Generator().manual_seed(0)
+    theta = torch.tensor([math.log(0.9), math.log(0.1)], requires_grad=True)
+    reference = torch.tensor([0.5, 0.5]).log()
+    for _ in range(200):
+        tokens = torch.multinomial(theta.detach().softmax(-1), 256, replacement=True, generator=generator)
+        logprobs = theta.log_softmax(-1)[tokens]
+        live = torch.ones(256, dtype=torch.bool)
+        loss, _ = policy_loss(logprobs, logprobs.detach(), torch.zeros(256), live, normalizer=256.0)
+        loss = loss + masked_sum(kl_estimate(logprobs, reference[tokens], kind), live) / 256
+        (gradient,) = torch.autograd.grad(loss, theta)
+        with torch.no_grad():
+            theta -= 0.5 * gradient
+    assert theta.softmax(-1)[0].item() == pytest.approx(0.5, abs=0.03)
+
+
+def test_the_value_is_clipped_around_the_old_one_and_the_share_of_clipped_values_counts_the_new():
+    """RLinf#1529: the metric was taken from the clipped value, and always 0."""
+    for target, loss, gradient in ((0.0, 0.5, 1.0), (1.0, 0.32, 0.0)):
+        values = tensor(1.0, grad=True)
+        found, stats = value_loss(values, tensor(0.0), tensor(target), mask(1), clip=0.2, normalizer=1.0)
+        found.backward()
+        assert (found.item(), values.grad.item()) == pytest.approx((loss, gradient))
+        assert stats["vf_clipfrac"] == 1.0
+    values = tensor(1.0, 0.1, grad=True)
+    found, stats = value_loss(values, tensor(0.0, 0.0), tensor(0.0, 0.0), mask(1, 1), clip=0.2, normalizer=4.0)
+    assert found.item() == pytest.approx((1 + 0.01) / 8) and stats["vf_clipfrac"] == 0.5
+    found, stats = value_loss(values, tensor(0.0, 0.0), tensor(3.0, 0.0), mask(1, 0), clip=math.inf, normalizer=2.0)
+    assert found.item() == pytest.approx(1.0) and stats["vf_clipfrac"] == 0.0
+
+
+def test_masked_values_change_nothing_whatever_they_are():
+    values = tensor(1.0, NAN, math.inf, grad=True)
+    junk = tensor(0.5, NAN, -math.inf)
+    loss, stats = value_loss(values, junk, junk, mask(1, 0, 0), clip=0.2, normalizer=1.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.125)
+    assert values.grad.tolist() == [0.5, 0.0, 0.0] and stats["vf_clipfrac"] == 1.0
+    loss, stats = value_loss(values, junk, junk, mask(0, 0, 0), clip=0.2, normalizer=1.0)
+    assert loss == 0 and stats["vf_clipfrac"] == 0
+
+
+def test_importance_weights_are_the_ratio_to_the_sampler_truncated_and_without_gradient():
+    old = tensor(-1.0, -2.0, grad=True)
+    weights = importance_weights(old, tensor(-1.5, -5.0), cap=2.0)
+    assert weights.tolist() == pytest.approx([math.exp(0.5), 2.0]) and not weights.requires_grad
+
+
+LOG_WEIGHTS = [
+    0.1,
+    0.2,
+    -0.9,
+    5.0,
+    0.8,
+    0.9,
+]  # of two responses of 3 and 2 tokens, and of one masked token between them
+LIVE = mask(1, 1, 1, 0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("token", [math.exp(0.1), math.exp(0.2), math.exp(-0.9), 0.0, 2.0, 2.0]),
+        ("sequence", [math.exp(-0.6)] * 3 + [0.0, 2.0, 2.0]),
+        ("mask", [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]),
+        ("off", None),
+    ],
+)
+def test_each_kind_of_correction_for_the_sampler(kind, expected):
+    old = torch.full((6,), -3.0, requires_grad=True)
+    rollout = -3.0 - tensor(*LOG_WEIGHTS)
+    weights, stats = sampler_correction(old, rollout, LIVE, boundaries(0, 4, 6), kind=kind, cap=2.0)
+    assert not any(x.requires_grad for x in stats.values())
+    live = tensor(*LOG_WEIGHTS)[LIVE]
+    assert stats["abs_diff_mean"].item() == pytest.approx(live.abs().mean().item(), rel=1e-5)
+    assert stats["abs_diff_max"].item() == pytest.approx(0.9, rel=1e-5)
+    assert stats["kl"].item() == pytest.approx((live.exp() - 1 - live).mean().item(), rel=1e-5)
+    if expected is None:
+        assert weights is None
+        return
+    assert weights.tolist() == pytest.approx(expected) and not weights.requires_grad
+    used = weights[LIVE]
+    assert stats["is_weight_mean"].item() == pytest.approx(used.mean().item())
+    assert stats["is_square_mean"].item() == pytest.approx((used * used).mean().item())
+
+
+def test_masked_advantages_and_weights_may_hold_anything():
+    logprobs = tensor(-1.0, -1.0, grad=True)
+    for junk in (NAN, math.inf, 7.0):
+        for weights in (None, tensor(1.0, junk)):
+            loss, stats = policy_loss(
+                logprobs, tensor(-1.0, -2.0), tensor(2.0, junk), mask(1, 0), normalizer=1.0, token_weights=weights
+            )
+            assert loss.item() == -2.0 and stats["pg_clipfrac"] == 0
+            assert torch.autograd.grad(loss, logprobs)[0].tolist() == [-2.0, 0.0]
+
+
+def test_importance_weights_multiply_the_loss_of_each_token_after_the_clip():
+    weights = tensor(0.5, 2.0)
+    options = dict(normalizer=2.0, clip_high=0.28, importance_weights=weights)
+    loss, _ = policy_loss(tensor(math.log(2.0), 0.0), tensor(0.0, 0.0), tensor(1.0, -1.0), mask(1, 1), **options)
+    assert loss.item() == pytest.approx((-1.28 * 0.5 + 1.0 * 2.0) / 2)
+
+
+def test_arguments_are_not_written_to():
+    made = [tensor(-1.0, -2.0), tensor(-1.1, -1.9), tensor(1.0, -1.0)]
+    before = [x.clone() for x in made]
+    weights, _ = sampler_correction(made[0], made[1], mask(1, 0), boundaries(0, 2), kind="sequence", cap=2.0)
+    policy_loss(*made, mask(1, 0), normalizer=1.0, importance_weights=weights)
+    value_loss(*made, mask(1, 0), clip=0.1, normalizer=1.0)
+    assert all(x.equal(y) for x, y in zip(made, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (dict(clip_low=0.0), "--loss.clip-low 0.0"),
+        (dict(clip_high=-0.1), "--loss.clip-high -0.1"),
+        (dict(kl_coef=-1.0), "--loss.kl-coef -1.0"),
+        (dict(entropy_coef=-1.0), "--loss.entropy-coef -1.0"),
+        (dict(target_kl=-1.0), "--loss.target-kl -1.0"),
+        (dict(importance_cap=0.5), "--loss.importance-cap 0.5"),
+    ],
+)
+def test_settings_without_meaning_are_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        LossConfig(**setting)
