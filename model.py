@@ -225,7 +225,8 @@ def load_shards(model: nn.Module, path: str, *, new: tuple[str, ...] = ()) -> No
         parameters = {clean_name(name): p for name, p in model.named_parameters()}  # a tied head is listed once
         missing = [name for name in parameters if name not in where and name not in new]
         if missing:
-            which = f"{len(missing)} tensors of {type(model).__name__} are missing: {', '.join(missing[:4])}"
+            kind = type(model).__name__.removeprefix("FSDP")
+            which = f"{len(missing)} tensors of {kind} are missing: {', '.join(missing[:4])}"
             raise ValueError(f"{path}: {which}; save the model with save_pretrained(dir)")
         for name, parameter in parameters.items():
             if name in where:

@@ -1,0 +1,488 @@
+"""Shards of a Transformers model: what is loaded, what gradients mean, what an optimizer step does."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from tiny import KINDS, save_tiny
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import model as model_file
+from attention import use_packed_attention
+from logprobs import token_logprobs
+from model import ModelConfig, OptimConfig, copy_weights, find_model, learning_rate_at, load_policy, make_optimizer
+from model import memory_plan, optimizer_step
+from packing import pack, sequence
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """{kind: directory}; "uneven" has tensors of 5 rows, which leave the last of 4 ranks with none."""
+    made = {kind: save_tiny(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+    return made | {"uneven": save_tiny(tmp_path_factory.mktemp("uneven"), "llama", intermediate_size=5)}
+
+
+def load(path, trainable=True, **settings):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    policy = load_policy(path, mesh, ModelConfig(**settings), trainable=trainable)
+    use_packed_attention(policy)
+    return policy
+
+
+def rows(*responses, capacity=16):
+    """Rows with a prompt of three tokens before each response."""
+    return pack([sequence(torch.tensor([3, 4, 5]), torch.tensor(ids)) for ids in responses], capacity)
+
+
+def full(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def gradients(policy, all_rows, sync_at=None):
+    """{name: full gradient} of the sum of log-probabilities of this rank's rows."""
+    for i, row in enumerate(all_rows):
+        policy.set_requires_gradient_sync(sync_at is None or i == sync_at)
+        token_logprobs(policy, row)[0].sum().backward()
+    return {name: full(p.grad) for name, p in policy.named_parameters()}
+
+
+def assert_close(found, expected, tolerance):
+    """Largest difference at most `tolerance` of the largest value, over all tensors together."""
+    largest = max(x.abs().max().item() for x in expected.values())
+    assert found.keys() == expected.keys() and largest > 0
+    for name, x in expected.items():
+        assert (found[name] - x).abs().max().item() <= tolerance * largest, name
+
+
+# Loading
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_each_rank_holds_its_rows_of_the_checkpoint(paths, world_size):
+    def job():
+        for path in paths.values():
+            expected = load_file(f"{path}/model.safetensors")
+            policy = load(path)
+            for name, p in policy.named_parameters():
+                assert torch.equal(p.full_tensor(), expected[name]), name
+                rows_of_first = math.ceil(len(p) / world_size)
+                assert len(p.to_local()) == max(0, min(rows_of_first, len(p) - rows_of_first * dist.get_rank()))
+
+    run_ranks(world_size, job)
+
+
+def test_loading_takes_the_memory_of_a_rank_s_own_rows(tmp_path):
+    """huggingface/trl#7131, verl#7834: every rank loaded the whole checkpoint, 1437 GB of host memory in all.
+    103 MB of weights on 4 ranks: 26 MB of shards, and as much of the file's pages that were read."""
+    path = save_tiny(tmp_path, "llama", vocab_size=200_000)
+
+    def resident_mb(field):
+        return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
+
+    def job():
+        load(path)    # once before, for what the libraries themselves load
+        before = resident_mb("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")    # sets the peak, VmHWM, to the present
+        again = load(path)
+        return resident_mb("VmHWM") - before, sum(p.to_local().nbytes for p in again.parameters()) / 1e6
+
+    for peak, held in run_ranks(4, job):
+        assert 25 < held < 27 and peak < 2.3 * held, peak
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("master_dtype", ["float32", "bfloat16"])
+def test_buffers_hold_their_values_whatever_was_in_memory(paths, kind, master_dtype, monkeypatch):
+    """huggingface/transformers#45902: rotary frequencies are in no checkpoint, and to_empty leaves what memory held.
+    verl#6365: with two rotary tables (gemma3), broadcasts in another order on each rank hung."""
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(paths[kind], dtype=getattr(torch, master_dtype))
+    expected = dict(plain.named_buffers())
+    assert all(buffer.dtype == torch.float32 for name, buffer in expected.items() if "inv_freq" in name)
+
+    def job():
+        empty_like = torch.empty_like
+
+        def nan_like(*args, **options):
+            made = empty_like(*args, **options)
+            return made.fill_(float("nan")) if made.is_floating_point() else made
+
+        monkeypatch.setattr(torch, "empty_like", nan_like)
+        policy = load(paths[kind], master_dtype=master_dtype)
+        for name, buffer in policy.named_buffers():
+            assert buffer.dtype == expected[name].dtype and torch.equal(buffer, expected[name]), name
+        assert all(p.to_local().isfinite().all() for p in policy.parameters())
+
+    run_ranks(2, job)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sharded_model_gives_the_log_probabilities_of_the_plain_one(paths, kind):
+    """1e-5: the same sums in fp32, in another order."""
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(paths[kind], dtype=torch.float32)
+    responses = [6, 7, 8, 9, 1], [10, 1]
+    expected = []
+    for ids in responses:
+        tokens = torch.tensor([[3, 4, 5, *ids]])
+        log_p = plain(tokens[:, :-1], use_cache=False).logits.detach().log_softmax(-1)
+        expected += log_p.gather(-1, tokens[:, 1:, None])[0, 2:, 0].tolist()
+
+    def job():
+        for trainable in (True, False):
+            [row] = rows(*responses)
+            logprobs, _ = token_logprobs(load(paths[kind], trainable), row)
+            assert logprobs[row.fields["response_mask"]].tolist() == pytest.approx(expected, abs=1e-5)
+
+    run_ranks(2, job)
+
+
+def dropping_configs():
+    """Three ways to drop out: modules (GPT-2), functions in the layers (OPT), within attention (Qwen2)."""
+    from transformers import GPT2Config, OPTConfig, Qwen2Config
+
+    sizes = dict(vocab_size=14, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    small = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64)
+    return [
+        GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, resid_pdrop=0.5, embd_pdrop=0.5, **sizes),
+        OPTConfig(ffn_dim=48, word_embed_proj_dim=32, dropout=0.5, layerdrop=0.5, **small, **sizes),
+        Qwen2Config(num_key_value_heads=2, intermediate_size=48, attention_dropout=0.5, **small, **sizes),
+    ]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_two_passes_of_one_policy_agree_whatever_its_dropout(tmp_path, number):
+    """jingyaogong/minimind#814: the ratio before the first update was not 1."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(dropping_configs()[number]).save_pretrained(tmp_path)
+
+    def job():
+        policy = load(str(tmp_path))
+        assert policy.training
+        [row] = rows([6, 7, 8, 9, 1], [10, 1])
+        first, second = (token_logprobs(policy, row)[0] for _ in range(2))
+        with torch.no_grad():
+            third, _ = token_logprobs(policy, row)
+        assert torch.equal(first, second) and torch.equal(first, third)
+
+    run_ranks(1, job)
+
+
+def test_what_cannot_be_loaded_is_refused_by_name(tmp_path, paths):
+    with pytest.raises(ValueError, match=r"--model .*/nowhere: no such directory, and not on the Hub"):
+        find_model(str(tmp_path / "nowhere"), built_in=lambda: "")
+    with pytest.raises(ValueError, match=r"--model .*: has no config.json; give a Hugging Face model directory"):
+        find_model(str(tmp_path), built_in=lambda: "")
+    tensors = load_file(f"{paths['qwen2']}/model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    changed = {
+        "no files": None,
+        "missing": {key: x for key, x in tensors.items() if key != name},
+        "shape": tensors | {name: torch.zeros(3, 64)},
+        "scaled": tensors,
+    }
+    for case, content in changed.items():
+        (tmp_path / case).mkdir()
+        config = (Path(paths["qwen2"]) / "config.json").read_text()
+        scaled = '"logits_scaling": 8.0,\n"model_type"'
+        (tmp_path / case / "config.json").write_text(
+            config if case != "scaled" else config.replace('"model_type"', scaled)
+        )
+        if content:
+            save_file(content, tmp_path / case / "model.safetensors", metadata={"format": "pt"})
+
+    def job():
+        for case, message in {
+            "no files": "has no [*].safetensors files; save it with",
+            "missing": f"1 tensors of Qwen2ForCausalLM are missing: {name}; save",
+            "shape": rf"{name} has shape \[3, 64\], the model wants \[90, 64\]",
+            "scaled": r"models that scale their logits \(logits_scaling\) are not supported",
+        }.items():
+            with pytest.raises(ValueError, match=message):
+                load(str(tmp_path / case))
+
+    run_ranks(1, job)
+
+
+def test_the_built_in_model_is_made_once_and_known_to_all_ranks():
+    def job():
+        made = []
+        path = find_model("built-in", built_in=lambda: made.append(1) or "/somewhere")
+        return path, len(made)
+
+    assert run_ranks(3, job) == [("/somewhere", 1), ("/somewhere", 0), ("/somewhere", 0)]
+
+
+def test_the_memory_plan_counts_four_bytes_a_weight_four_times(paths):
+    """fp32 weights, gradients and two moments: 16 bytes a parameter, over the ranks."""
+    num = sum(x.numel() for x in load_file(f"{paths['qwen2']}/model.safetensors").values())
+    plan = memory_plan(paths["qwen2"], 1, ModelConfig(), frozen_copies=0)
+    assert plan.startswith(f"{num / 1e6:.1f} M parameters on 1 ranks: weights {4 * num / 2**30:.2f}, gradients")
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_gradients_are_sums_over_rows_and_ranks_not_means(paths, world_size):
+    """meta-pytorch/torchtune#2172: FSDP's mean over ranks divided the learning rate by their number.
+    1e-5: fp32 sums in another order."""
+    responses = [[6, 7, 1], [8, 1], [9, 10, 11, 12, 13, 1], [13, 1]]
+
+    def job():
+        rank = dist.get_rank()
+        mine = rows(*responses[rank * 4 // world_size : (rank + 1) * 4 // world_size], capacity=7)
+        while len(mine) < 4 // world_size:
+            mine.append(mine[0])
+        return gradients(load(paths["llama"]), mine[: 4 // world_size])
+
+    def alone():
+        return gradients(load(paths["llama"]), rows(*responses, capacity=64))
+
+    [expected] = run_ranks(1, alone)
+    for found in run_ranks(world_size, job):
+        assert_close(found, expected, 1e-5)
+
+
+def test_a_mechanism_that_saves_memory_or_communication_leaves_gradients_alone(paths, monkeypatch):
+    """huggingface/transformers#34645. Reduced after the last row alone means once for each unit (2 layers, root)."""
+    responses = [6, 7, 1], [8, 1], [9, 10, 11, 12, 13, 1], [13, 1]
+
+    def job():
+        all_rows = rows(*responses, capacity=9)
+        assert len(all_rows) == 4
+        found = {"every row": gradients(load(paths["qwen2"]), all_rows)}
+        num_reductions = 0
+
+        def counted(*args, **options):
+            nonlocal num_reductions
+            num_reductions += 1
+            return reduce_scatter(*args, **options)
+
+        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):    # torch 2.13 has another name for it
+            if reduce_scatter := getattr(dist, name, None):
+                monkeypatch.setattr(dist, name, counted)
+        found["last row"] = gradients(load(paths["qwen2"]), all_rows, sync_at=3)
+        monkeypatch.undo()
+        found["checkpointing"] = gradients(load(paths["qwen2"], activation_checkpointing=True), all_rows, sync_at=3)
+        found["keeping"] = gradients(load(paths["qwen2"], reshard_after_forward=False), all_rows, sync_at=3)
+        return found, num_reductions
+
+    for found, num_reductions in run_ranks(2, job):
+        assert num_reductions == 3
+        for gradient in found.values():
+            assert_close(gradient, found["every row"], 1e-5)
+
+
+def test_checkpointing_computes_the_layers_again(paths):
+    def job():
+        calls = []
+        policy = load(paths["qwen2"], activation_checkpointing=True)
+        policy.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+        gradients(policy, rows([6, 7, 1]))
+        return len(calls)
+
+    assert run_ranks(1, job) == [2]
+
+
+def test_a_pass_without_gradients_leaves_no_whole_parameters_in_a_frozen_model(paths):
+    """pytorch/pytorch#114299: parameters that a forward has gathered stay gathered until a backward frees them."""
+
+    def job():
+        frozen = load(paths["qwen2"], trainable=False, reshard_after_forward=False)
+        with torch.no_grad():
+            token_logprobs(frozen, rows([6, 7, 1])[0])
+        assert all(isinstance(p, DTensor) and not p.requires_grad for p in frozen.parameters())
+
+    run_ranks(2, job)
+
+
+def test_a_refreshed_reference_is_the_policy(paths):
+    """Also if both have just been used without a backward: then FSDP holds whole parameters in the shards' place."""
+
+    def job():
+        policy, reference = load(paths["qwen2"]), load(paths["qwen2"], trainable=False)
+        [row] = rows([6, 7, 1])
+        with torch.no_grad():
+            for p in policy.parameters():
+                p.to_local().mul_(1.1)
+            before, _ = token_logprobs(reference, row)
+            expected, _ = token_logprobs(policy, row)
+            copy_weights(policy, reference)
+            after, _ = token_logprobs(reference, row)
+        assert torch.equal(after, expected) and not torch.allclose(before, expected, atol=1e-2)
+        assert all(isinstance(p, DTensor) for p in policy.parameters())
+
+    run_ranks(2, job)
+
+
+# The optimizer
+
+
+def with_gradient(policy, value):
+    for p in policy.parameters():
+        if p.requires_grad:
+            p.grad = torch.full_like(p, value)
+
+
+def test_small_updates_add_up_in_fp32_and_vanish_in_bf16(paths):
+    """workofart/ml-by-hand#85: none of 768 weights moved in 100 steps. Here more than 99 % of all weights do."""
+
+    def job(master_dtype):
+        policy = load(paths["qwen2"], master_dtype=master_dtype)
+        optimizer = make_optimizer(policy, OptimConfig(), 1e-6)
+        before = [p.to_local().clone() for p in policy.parameters()]
+        for _ in range(20):
+            with_gradient(policy, 1.0)
+            optimizer_step(policy, optimizer, 1e-6, math.inf)
+        after = [p.to_local() for p in policy.parameters()]
+        moved = sum((a != b).sum().item() for a, b in zip(after, before, strict=True))
+        moments = {x.dtype for state in optimizer.state.values() for x in (state["exp_avg"], state["exp_avg_sq"])}
+        return moved / sum(p.numel() for p in after), moments
+
+    [(moved, moments)] = run_ranks(1, job, "float32")
+    assert moved > 0.99 and moments == {torch.float32}
+    [(moved, _)] = run_ranks(1, job, "bfloat16")
+    assert moved < 0.05
+
+
+@pytest.mark.parametrize("norm", [1e-6, 3.0])
+def test_clipping_is_by_the_global_norm_alike_on_any_number_of_ranks(paths, norm):
+    """pytorch/pytorch#149768: an epsilon added on every rank made the factor depend on their number. SGD with rate 1
+    shows the clipped gradient."""
+
+    def job():
+        policy = load(paths["uneven"])
+        num = sum(p.numel() for p in policy.parameters())
+        with_gradient(policy, norm / math.sqrt(num))
+        for p in policy.parameters():
+            p.to_local().data.zero_()    # weights of 0.2 would swallow steps of 1e-9
+        found = optimizer_step(policy, torch.optim.SGD(policy.parameters(), lr=0.0), 1.0, norm / 4)
+        assert all(p.grad is None for p in policy.parameters())
+        return found, num, -policy.lm_head.weight.full_tensor().mean().item()
+
+    results = [run_ranks(world_size, job)[0] for world_size in (1, 2, 4)]
+    for found, num, step in results:
+        assert found == pytest.approx(norm, rel=1e-5)
+        # torch's own epsilon is 1e-6, once: at a norm of 1e-6 it halves the factor.
+        assert step == pytest.approx(norm / 4 / (norm + 1e-6) * norm / math.sqrt(num), rel=1e-3)
+
+
+def test_a_gradient_that_is_not_finite_stops_before_any_weight_changes(paths):
+    def job():
+        policy = load(paths["qwen2"])
+        optimizer = make_optimizer(policy, OptimConfig(), 1e-3)
+        before = [p.to_local().clone() for p in policy.parameters()]
+        with_gradient(policy, 1.0)
+        if dist.get_rank() == 1:    # on one rank's shard alone; all ranks must stop
+            policy.model.norm.weight.grad.to_local()[0] = math.nan
+        with pytest.raises(FloatingPointError, match="gradient norm is nan: lower --learning-rate"):
+            optimizer_step(policy, optimizer, 1e-3, 1.0)
+        assert all(torch.equal(p.to_local(), old) for p, old in zip(policy.parameters(), before, strict=True))
+
+    run_ranks(2, job)
+
+
+def test_frozen_parameters_stay_and_cost_no_optimizer_state(paths):
+    """pytorch/pytorch#104690: mixed groups raised, or frozen weights moved. The embedding of a tied model: a root group
+    in which some parameters have gradients and one has none."""
+
+    def job():
+        policy = load(paths["qwen2"])
+        policy.get_input_embeddings().requires_grad_(False)
+        optimizer = make_optimizer(policy, OptimConfig(weight_decay=0.1), 1e-3)
+        before = {name: p.to_local().clone() for name, p in policy.named_parameters()}
+        token_logprobs(policy, rows([6, 7, 1])[0])[0].sum().backward()
+        assert optimizer_step(policy, optimizer, 1e-3, 1.0) > 0
+        same = {name for name, p in policy.named_parameters() if torch.equal(p.to_local(), before[name])}
+        assert same == {"model.embed_tokens.weight"}
+        assert len(optimizer.state) == len(before) - 1
+
+    run_ranks(2, job)
+
+
+def test_weight_decay_is_for_matrices(paths):
+    def job():
+        policy = load(paths["qwen2"])
+        optimizer = make_optimizer(policy, OptimConfig(weight_decay=0.5), 1e-2)
+        before = {name: p.to_local().clone() for name, p in policy.named_parameters()}
+        with_gradient(policy, 0.0)
+        optimizer_step(policy, optimizer, 1e-2, 1.0)
+        for name, p in policy.named_parameters():
+            factor = 1 - 1e-2 * 0.5 if p.ndim == 2 else 1.0
+            assert torch.allclose(p.to_local(), before[name] * factor, rtol=1e-6), name
+
+    run_ranks(1, job)
+
+
+def test_the_learning_rate_rises_to_the_peak_and_falls_to_a_tenth_of_it():
+    def schedule(decay, warmup_steps=3):
+        config = OptimConfig(warmup_steps=warmup_steps, decay=decay)
+        return [round(learning_rate_at(step, 11, 8.0, config), 3) for step in range(11)]
+
+    assert schedule("constant") == [2, 4, 6, 8, 8, 8, 8, 8, 8, 8, 8]
+    assert schedule("linear") == [2, 4, 6, 8, 6.971, 5.943, 4.914, 3.886, 2.857, 1.829, 0.8]
+    cosine = schedule("cosine", 0)
+    assert cosine[0] == 8 and cosine[5] == pytest.approx(4.4) and cosine[10] == 0.8
+    assert learning_rate_at(0, 1, 8.0, OptimConfig(warmup_steps=0, decay="linear")) == 8
+
+
+def test_bad_optimizer_settings_are_refused_with_their_values():
+    with pytest.raises(ValueError, match="--optim.max-grad-norm 0: above 0 .inf switches clipping off."):
+        OptimConfig(max_grad_norm=0)
+    with pytest.raises(ValueError, match="--optim.warmup-steps -1.*at least 0"):
+        OptimConfig(warmup_steps=-1)
+
+
+# The process group
+
+START = """
+import sys, time
+sys.path.insert(0, {root!r})
+from model import init_distributed
+import torch, torch.distributed as dist
+mesh = init_distributed(7, 300.0)
+"""
+
+
+def start(tmp_path, text, num_ranks=0):
+    """Seconds and result of a program that begins with init_distributed, under torchrun if num_ranks."""
+    file = tmp_path / "program.py"
+    file.write_text(START.format(root=str(Path(model_file.__file__).parent)) + text)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK")}
+    began = time.monotonic()
+    job = subprocess.run(
+        [sys.executable, *(torchrun if num_ranks else []), str(file)],
+        capture_output=True, text=True, env=environment | {"OMP_NUM_THREADS": "1"}, timeout=100,
+    )
+    return time.monotonic() - began, job
+
+
+def test_a_program_without_torchrun_is_one_rank_and_takes_no_port(tmp_path):
+    """huggingface/trl#3979: a second job on a host died, the port was taken."""
+    text = "import os\nprint(mesh.size(), mesh.mesh_dim_names, 'MASTER_PORT' in os.environ, torch.initial_seed())"
+    _, job = start(tmp_path, text)
+    assert job.stdout.split("\n")[0] == "1 ('shard',) False 7", job.stderr
+
+
+@pytest.mark.slow
+def test_an_error_on_one_rank_ends_the_job_soon_with_its_traceback(tmp_path):
+    """prime-rl#2515: the other ranks waited for the watchdog, whose message hid the cause."""
+    seconds, job = start(tmp_path, "if dist.get_rank() == 1:\n    nonsense\ndist.barrier()\n", num_ranks=2)
+    assert job.returncode != 0 and seconds < 100, seconds    # the barrier's own limit is 300 s
+    assert "[rank 1] Traceback" in job.stderr and "NameError: name 'nonsense' is not defined" in job.stderr
