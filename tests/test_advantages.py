@@ -1,0 +1,278 @@
+"""Advantages against hand-computed groups and a slow scalar recursion; the cache; the same statistics on any ranks."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from advantages import (
+    AdvantageCache,
+    AdvantageConfig,
+    gae,
+    group_advantages,
+    overlong_penalty,
+    token_rewards,
+    whiten,
+)
+
+EASY_AND_HARD = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]])
+
+
+def close(found, expected, **tolerance):
+    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=found.dtype), **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "scale_by_std", "expected"),
+    [
+        ("group", False, [-0.25, -0.25, -0.25, 0.75]),
+        ("group", True, [-0.5, -0.5, -0.5, 1.5]),
+        ("leave_one_out", False, [-1 / 3, -1 / 3, -1 / 3, 1.0]),
+        ("leave_one_out", True, [-2 / 3, -2 / 3, -2 / 3, 2.0]),
+    ],
+)
+def test_a_reward_is_compared_with_its_own_group(baseline, scale_by_std, expected):
+    """grpo-flat#2: with statistics over the batch all answers to the easy prompt look good."""
+    found = group_advantages(EASY_AND_HARD, baseline=baseline, scale_by_std=scale_by_std)
+    assert found[0].tolist() == [0.0] * 4
+    close(found[1], expected, rtol=1e-5, atol=1e-5)  # up to epsilon
+
+
+def test_the_batch_baseline_takes_mean_and_deviation_over_all_prompts():
+    plain = group_advantages(EASY_AND_HARD, baseline="batch", scale_by_std=False)
+    close(plain, [[0.375] * 4, [-0.625] * 3 + [0.375]])
+    scaled = group_advantages(EASY_AND_HARD, baseline="batch")
+    close(scaled, plain / EASY_AND_HARD.std(), rtol=1e-5, atol=1e-5)
+    assert group_advantages(torch.tensor([[1.0], [0.0]]), baseline="batch", scale_by_std=False).tolist() == [
+        [0.5],
+        [-0.5],
+    ]
+
+
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch"])
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -7.3, 1e8])
+def test_equal_rewards_give_exactly_zero(baseline, reward):
+    """ms-swift#3980. The mean of eight times 0.1 need not be 0.1."""
+    for group_size in (2, 7, 8):
+        assert (group_advantages(torch.full((3, group_size), reward), baseline=baseline) == 0).all()
+
+
+def test_a_group_of_one_is_refused_unless_the_baseline_is_the_batch():
+    for baseline in ("group", "leave_one_out"):
+        with pytest.raises(ValueError, match="group size 1: a group baseline needs at least 2 samples"):
+            group_advantages(torch.ones(3, 1), baseline=baseline)
+    assert (group_advantages(torch.ones(3, 1), baseline="batch") == 0).all()
+    assert (group_advantages(torch.ones(1, 1), baseline="batch") == 0).all()
+
+
+def test_the_only_success_of_a_group_counts_whatever_the_baseline():
+    """NeMo-RL#3469: its siblings have no spread among themselves, yet it has an advantage."""
+    for baseline in ("group", "leave_one_out", "batch"):
+        for scale_by_std in (True, False):
+            options = dict(baseline=baseline, scale_by_std=scale_by_std)
+            (found,) = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), **options)
+            assert found[0] > 0.5 and (found[1:] < -0.2).all()
+            (found,) = group_advantages(torch.tensor([[1.0, 1.0, 1.0, 0.0]]), **options)
+            assert found[3] < -0.5 and (found[:3] > 0.2).all()
+
+
+def test_dropping_samples_later_does_not_change_what_the_others_were_compared_with():
+    """open-instruct#1794: four of eight samples were dropped before the rewards were cut into groups of four."""
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
+    kept = torch.tensor([[True, True, False, False], [False, False, True, True]])
+    survivors = group_advantages(rewards, scale_by_std=False)[kept]
+    close(survivors, [0.75, -0.25, 0.25, -0.75])
+
+
+def test_advantages_do_not_depend_on_the_scale_of_rewards_and_arguments_stay_as_they_were():
+    rewards = torch.tensor([[3.0, 5.0, 10.0]])
+    before = rewards.clone()
+    close(group_advantages(rewards), group_advantages(100 * rewards + 7), rtol=1e-4, atol=1e-4)
+    assert rewards.equal(before)
+
+
+def test_the_batch_baseline_is_the_same_on_two_ranks_with_unequal_shares():
+    rewards = (
+        torch.tensor([[1.0, 0.0], [0.5, 0.25], [4.0, 1.0]]) + 1e4
+    )  # a large mean: E[x^2] - E[x]^2 has no digits left
+
+    def share(sizes):
+        start = sum(sizes[: dist.get_rank()])
+        return group_advantages(rewards[start : start + sizes[dist.get_rank()]], baseline="batch")
+
+    expected = group_advantages(rewards, baseline="batch")
+    assert expected.std() > 0.9
+    for sizes in ([2, 1], [3, 0]):
+        # The mean is rounded to fp32 at 1e4 on both sides alike.
+        close(torch.cat(run_ranks(2, share, sizes)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_whitening_over_two_ranks_equals_one_rank_and_ignores_masked_entries():
+    x = torch.tensor([1.0, 2.0, 900.0, 4.0, 7.0, float("nan")])
+    mask = torch.tensor([True, True, False, True, True, False])
+
+    def share(cut):
+        part = slice(0, cut) if dist.get_rank() == 0 else slice(cut, None)
+        return whiten(x[part], mask[part])
+
+    live = torch.tensor([1.0, 2.0, 4.0, 7.0])
+    expected = torch.zeros(6).masked_scatter(mask, (live - live.mean()) / live.std())
+    close(whiten(x, mask), expected)
+    for cut in (1, 3, 6):
+        close(torch.cat(run_ranks(2, share, cut)), expected)
+
+
+def test_whitening_equal_or_single_or_no_values_is_finite():
+    every, none = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)
+    assert (whiten(torch.full((3,), 0.1), every) == 0).all()
+    assert whiten(torch.tensor([5.0]), torch.tensor([True])).tolist() == [0.0]
+    assert whiten(torch.ones(3), none).tolist() == [0.0] * 3
+
+
+def test_the_score_lands_on_the_last_response_token_and_never_on_what_follows():
+    """trl#5338: the score was written one token behind the response, and vanished under the mask."""
+    mask = torch.tensor([0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0], dtype=torch.bool)
+    cu_seqlens = torch.tensor([0, 5, 10, 12], dtype=torch.int32)  # the third sequence has no response token
+    found = token_rewards(
+        torch.tensor([1.0, 2.0, 9.0]), torch.zeros(12), torch.zeros(12), mask, cu_seqlens, kl_coef=0.0
+    )
+    assert found.tolist() == [0, 0, 1, 0, 0, 0, 0, 0, 0, 2, 0, 0]
+
+
+def test_the_kl_penalty_is_k1_on_response_tokens_alone():
+    mask = torch.tensor([0, 1, 1], dtype=torch.bool)
+    logprobs, ref_logprobs = torch.tensor([float("nan"), -1.0, -2.0]), torch.tensor([5.0, -1.5, -1.0])
+    cu_seqlens = torch.tensor([0, 3], dtype=torch.int32)
+    found = token_rewards(torch.tensor([1.0]), logprobs, ref_logprobs, mask, cu_seqlens, kl_coef=0.1)
+    close(found, [0.0, -0.05, 1.1])
+
+
+def test_gae_of_the_docstring():
+    mask, cu_seqlens = torch.ones(3, dtype=torch.bool), torch.tensor([0, 3], dtype=torch.int32)
+    rewards, values = torch.tensor([0.0, 0.0, 1.0]), torch.zeros(3)
+    advantages, returns = gae(rewards, values, mask, cu_seqlens, gamma=1.0, lam=0.5)
+    close(advantages, [0.25, 0.5, 1.0])
+    close(returns, [0.25, 0.5, 1.0])
+
+
+def test_the_final_reward_reaches_every_response_token_and_no_other():
+    """trl#5338: gamma and lambda 1, values 0, a response of 3 tokens, alone and before another sequence."""
+    mask = torch.tensor([0, 1, 1, 1, 0, 1], dtype=torch.bool)
+    cu_seqlens = torch.tensor([0, 4, 6], dtype=torch.int32)
+    rewards = token_rewards(torch.tensor([1.0, 5.0]), torch.zeros(6), torch.zeros(6), mask, cu_seqlens, kl_coef=0.0)
+    advantages, _ = gae(rewards, torch.zeros(6), mask, cu_seqlens, gamma=1.0, lam=1.0)
+    assert advantages.tolist() == [0, 1, 1, 1, 0, 5]
+
+
+def test_masked_tokens_between_response_tokens_are_no_transitions():
+    """miles#1827: the reward was discounted once per masked token."""
+    mask = torch.tensor([1, 0, 0, 1, 0], dtype=torch.bool)
+    cu_seqlens = torch.tensor([0, 5], dtype=torch.int32)
+    rewards = token_rewards(torch.tensor([1.0]), torch.zeros(5), torch.zeros(5), mask, cu_seqlens, kl_coef=0.0)
+    advantages, _ = gae(rewards, torch.zeros(5), mask, cu_seqlens, gamma=1.0, lam=0.5)
+    close(advantages, [0.5, 0.0, 0.0, 1.0, 0.0])
+
+
+def slow_gae(rewards, values, mask, cu_seqlens, gamma, lam):
+    """The recursion of eq. 16, one scalar at a time."""
+    advantages = [0.0] * len(rewards)
+    for s in range(len(cu_seqlens) - 1):
+        next_value = next_advantage = 0.0
+        for i in reversed(range(int(cu_seqlens[s]), int(cu_seqlens[s + 1]))):
+            if mask[i]:
+                delta = float(rewards[i]) + gamma * next_value - float(values[i])
+                next_advantage = advantages[i] = delta + gamma * lam * next_advantage
+                next_value = float(values[i])
+    returns = [a + float(v) if m else 0.0 for a, v, m in zip(advantages, values, mask, strict=True)]
+    return advantages, returns
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.99, 0.9), (0.9, 0.0), (0.0, 0.5)])
+def test_gae_equals_a_scalar_recursion_on_random_packed_rows(gamma, lam):
+    draw = random.Random(0)
+    for case in range(20):
+        lengths = [draw.randint(1, 30) for _ in range(draw.randint(1, 8))]
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        torch.manual_seed(case)
+        rewards, values = torch.randn(sum(lengths)), torch.randn(sum(lengths))
+        mask = torch.rand(sum(lengths)) < draw.choice([0.0, 0.3, 0.9, 1.1])
+        advantages, returns = gae(rewards, values, mask, cu_seqlens, gamma=gamma, lam=lam)
+        expected, expected_returns = slow_gae(rewards, values, mask, cu_seqlens, gamma, lam)
+        close(advantages, expected, rtol=1e-4, atol=1e-5)  # fp32 against float64 over 30 steps
+        close(returns, expected_returns, rtol=1e-4, atol=1e-5)
+
+
+def test_lambda_1_gives_return_minus_value_and_lambda_0_the_one_step_error():
+    torch.manual_seed(0)
+    rewards, values = torch.randn(6), torch.randn(6)
+    mask, cu_seqlens = torch.ones(6, dtype=torch.bool), torch.tensor([0, 6], dtype=torch.int32)
+    to_come = rewards.flip(0).cumsum(0).flip(0)
+    close(gae(rewards, values, mask, cu_seqlens, gamma=1.0, lam=1.0)[0], to_come - values)
+    next_values = torch.cat([values[1:], torch.zeros(1)])
+    close(gae(rewards, values, mask, cu_seqlens, gamma=0.9, lam=0.0)[0], rewards + 0.9 * next_values - values)
+
+
+def test_neighbours_in_the_row_never_matter():
+    """miles#1827: the second sequence stays as it is when the first one's values are multiplied by 1000."""
+    torch.manual_seed(0)
+    rewards, values, mask = torch.randn(9), torch.randn(9), torch.rand(9) < 0.7
+    cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32)
+    before = gae(rewards, values, mask, cu_seqlens, gamma=0.99, lam=0.95)
+    loud = torch.where(torch.arange(9) < 4, 1000.0, 1.0)
+    after = gae(rewards * loud, values * loud, mask, cu_seqlens, gamma=0.99, lam=0.95)
+    alone = gae(rewards[4:], values[4:], mask[4:], torch.tensor([0, 5]), gamma=0.99, lam=0.95)
+    for x, y, z in zip(before, after, alone, strict=True):
+        assert x[4:].equal(y[4:]) and x[4:].equal(z)
+
+
+def test_values_of_masked_tokens_may_be_anything_and_those_of_response_tokens_may_be_bf16():
+    mask, cu_seqlens = torch.tensor([False, True]), torch.tensor([0, 2], dtype=torch.int32)
+    values = torch.tensor([float("nan"), 0.5], dtype=torch.bfloat16)
+    advantages, returns = gae(torch.tensor([float("nan"), 1.0]), values, mask, cu_seqlens, gamma=1.0, lam=1.0)
+    assert advantages.tolist() == [0.0, 0.5] and returns.tolist() == [0.0, 1.0]
+    assert advantages.dtype == returns.dtype == torch.float32
+
+
+def test_the_value_of_a_response_token_is_that_of_the_state_before_it():
+    """verl#1758. x[i] belongs to tokens[i]: with values that count tokens, each one-step error without rewards is 1."""
+    mask = torch.tensor([0, 0, 0, 1, 1, 1], dtype=torch.bool)
+    values = torch.arange(6.0)  # before tokens[3] three tokens had been read
+    advantages, _ = gae(torch.zeros(6), values, mask, torch.tensor([0, 6]), gamma=1.0, lam=0.0)
+    assert advantages.tolist() == [0, 0, 0, 1, 1, -5]
+
+
+def test_the_overlong_penalty_falls_linearly_over_the_buffer():
+    lengths = torch.tensor([[1, 80], [90, 100]])
+    close(overlong_penalty(lengths, 100, buffer=20, weight=0.5), [[0.0, 0.0], [-0.25, -0.5]])
+    assert overlong_penalty(lengths, 100, buffer=0, weight=0.5).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_the_cache_computes_once_per_rollout_and_never_returns_an_earlier_rollouts_value():
+    cache = AdvantageCache()
+    calls = []
+
+    def compute(rollout):
+        calls.append(rollout)
+        return f"advantages of {rollout}"
+
+    for rollout in (0, 0, 0, 1, 1, 0):
+        assert cache.get(rollout, lambda rollout=rollout: compute(rollout)) == f"advantages of {rollout}"
+    assert calls == [0, 1, 0] and cache.num_computed == 3  # one entry: a new key evicts the old one
+
+
+def test_the_cache_has_nothing_for_a_rollout_whose_computation_failed():
+    cache = AdvantageCache()
+    cache.get(1, lambda: "one")
+    with pytest.raises(ZeroDivisionError):
+        cache.get(2, lambda: 1 / 0)
+    assert cache.get(2, lambda: "two") == "two"
+    with pytest.raises(AssertionError, match="id of the rollout"):
+        cache.get(None, lambda: "none")
+
+
+def test_settings_without_meaning_are_refused():
+    for setting in (dict(overlong_buffer=-1), dict(overlong_weight=-0.5)):
+        with pytest.raises(ValueError, match="--advantage.overlong-buffer"):
+            AdvantageConfig(**setting)
