@@ -294,7 +294,7 @@ def _replace_all_reduce(module, param_group, columns, all_reduce_int8: Callable,
     mesh_info, replicas, residual = param_group.mesh_info, param_group.mesh_info.replicate_process_group, None
     # FSDP2 would call the hook after its own all-reduce, so the group is told that it has no replicate axis.
     param_group.mesh_info = FSDPMeshInfo(mesh=mesh_info.mesh, shard_mesh_dim=mesh_info.shard_mesh_dim)
-    if param_group.post_forward_mesh_info == mesh_info:  # if they differed, FSDP2 would reshard to another mesh
+    if param_group.post_forward_mesh_info == mesh_info:  # else FSDP2 keeps a second shard after the forward
         param_group.post_forward_mesh_info = param_group.mesh_info
 
     def reduce(output: Tensor, part: Tensor, quantized: bool):

@@ -121,6 +121,23 @@ def test_stochastic_rounding_has_mean_zero_and_nearest_has_a_bias():
     assert (stochastic - 1 / 3).abs().max() < 1 / 127
 
 
+def test_the_largest_draw_of_stochastic_rounding_does_not_turn_127_into_minus_128():
+    with patch.object(torch, "rand", lambda shape, generator: torch.full(shape, 1 - 2**-24)):
+        back = round_trip(torch.ones(256), rounding="stochastic")
+    torch.testing.assert_close(back, torch.ones(256), rtol=1e-6, atol=0)
+
+
+def test_ranks_with_equal_seeds_round_differently():
+    """Equal errors would add up in the sum."""
+
+    def codes():
+        torch.manual_seed(0)
+        return quantize_blockwise(torch.linspace(-1, 1, 1000), rounding="stochastic")[0]
+
+    first, second = run_ranks(2, codes)
+    assert (first != second).float().mean() > 0.1
+
+
 @pytest.mark.parametrize("block_size", [0, 8, 100, 255])
 def test_block_sizes_must_be_powers_of_two_from_16_on(block_size):
     with pytest.raises(ValueError, match="power of two"):
@@ -202,7 +219,7 @@ def reduce_random(dtype: torch.dtype, rounding: str, block_size: int) -> None:
         quantized_all_reduce(x, block_size=block_size, rounding=rounding)
         if n > 200 and rounding == "nearest":
             assert relative_l2(output, expected.view(world_size, n)[rank]) < 0.01
-            assert relative_l2(x, expected[:n]) < 0.012  # quantized twice: 0.7 % * sqrt 2
+            assert relative_l2(x, expected[:n]) < (0.01 if n > 10_000 else 0.012)  # quantized twice: 0.7 % * sqrt 2
         everybody = [torch.empty_like(x) for _ in range(world_size)]
         dist.all_gather(everybody, x)
         assert all(torch.equal(x, other) for other in everybody)  # bit-identical
@@ -429,6 +446,16 @@ def test_gradients_reduced_in_bf16_keep_norm_and_direction():
     for ratio, cosine in run_ranks(2, compare):
         assert 0.98 < ratio < 1.02
         assert cosine > 0.999
+
+
+def test_between_forward_and_backward_fsdp2_keeps_its_shards_as_before():
+    def compare():
+        model = sharded_model((2, 2), "sum")
+        quantize_gradients(model)
+        states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+        return [state._fsdp_param_group._use_post_forward_mesh for state in states]
+
+    assert run_ranks(4, compare) == [[False] * 3] * 4
 
 
 def test_replicas_end_with_the_same_bits():
