@@ -12,7 +12,7 @@ sequences whatever the size: few tensors to pickle. Time is that of the slowest 
     exchange, all-to-all  the road between hosts
     pickled               dist.all_gather_object of (sequences, destination), as most trainers do
     pickled, to one       pickle.dumps of what each receiver gets, lengths and bytes over dist.all_to_all_single
-    send/recv             one isend/irecv a tensor; with 2 ranks, lengths known beforehand
+    send/recv             one isend/irecv a tensor, lengths known beforehand
 """
 
 import argparse
@@ -37,8 +37,8 @@ from exchange import exchange  # noqa: E402
 TOKEN_BYTES = 8 + 1 + 4 + 4
 
 
-def make_sequences(mb: float, load: str) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(dist.get_rank())
+def make_sequences(mb: float, load: str, rank: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
     num_tokens = int(mb * 1e6) // TOKEN_BYTES
     lengths = [num_tokens // 8] * 8
     if load == "ragged":
@@ -76,10 +76,10 @@ def pickled_to_one(sequences: list, destination: list[int]) -> list:
     return [s for message in received.split(received_sizes.tolist()) for s in pickle.loads(message.numpy())]
 
 
-def send_recv(sequences: list, destination: list[int]) -> list:
-    """To the next rank and from the one before, which sends as many sequences of the same lengths."""
+def send_recv(sequences: list, expected: list) -> list:
+    """To the next rank and from the one before, whose sequences have the lengths of expected."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    received = [{name: torch.empty_like(x) for name, x in s.items()} for s in sequences]
+    received = [{name: torch.empty_like(x) for name, x in s.items()} for s in expected]
     works = [dist.isend(x, (rank + 1) % world_size) for s in sequences for x in s.values()]
     works += [dist.irecv(x, (rank - 1) % world_size) for s in received for x in s.values()]
     for work in works:
@@ -100,12 +100,12 @@ def median_ms(run: Callable[[], object], repeats: int) -> float:
 
 
 def measure(mb: float, load: str, repeats: int) -> dict[str, float]:
-    sequences = make_sequences(mb, load)
-    destination = [(dist.get_rank() + 1) % dist.get_world_size()] * len(sequences)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sequences, expected = make_sequences(mb, load, rank), make_sequences(mb, load, (rank - 1) % world_size)
+    destination = [(rank + 1) % world_size] * len(sequences)
 
-    def check(run: Callable) -> None:
-        expected = pickled(sequences, destination)
-        for a, b in zip(run(sequences, destination), expected, strict=True):
+    def check(received: list[dict[str, Tensor]]) -> None:
+        for a, b in zip(received, expected, strict=True):
             assert all(torch.equal(a[name], b[name]) for name in b)
 
     def first() -> None:
@@ -117,17 +117,18 @@ def measure(mb: float, load: str, repeats: int) -> dict[str, float]:
             for x in s.values():
                 x.sum()
 
-    check(exchange)
-    check(pickled_to_one)
+    check(exchange(sequences, destination))
+    check(pickled(sequences, destination))
+    check(pickled_to_one(sequences, destination))
+    check(send_recv(sequences, expected))
     times = {
         "exchange": median_ms(lambda: exchange(sequences, destination), repeats),
         "exchange + read": median_ms(read, repeats),
         "exchange, first": median_ms(first, repeats),
         "pickled": median_ms(lambda: pickled(sequences, destination), repeats),
         "pickled, to one": median_ms(lambda: pickled_to_one(sequences, destination), repeats),
+        "send/recv": median_ms(lambda: send_recv(sequences, expected), repeats),
     }
-    if load == "long":  # equal lengths on all ranks
-        times["send/recv"] = median_ms(lambda: send_recv(sequences, destination), repeats)
     host_key = exchange_module._host_key
     exchange_module._host_key = dist.get_rank
     times["exchange, all-to-all"] = median_ms(lambda: exchange(sequences, destination), repeats)
