@@ -35,6 +35,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -120,7 +121,7 @@ class _Engine:
         self.max_model_len = max_prompt_tokens + config.max_response_tokens
         self.config = config
         self.stop_ids = stop_ids
-        self.dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        self.dtype = torch.bfloat16 if torch.cuda.is_available() or config.eight_bit else torch.float32
         self.state: Literal["asleep", "weights", "ready"] = "asleep"
         self.llm = None  # vLLM's object, where that is the engine
         self.sleeps = False
@@ -132,6 +133,8 @@ class _Engine:
         """Inside, the engine's weights have memory. It must load_weights before it can generate; then it sleeps."""
         self._require(("asleep",), "awake() may not be nested")
         if self.sleeps:
+            # The trainer's cached blocks count as used: without this the engine's wake-up runs out of memory.
+            torch.cuda.empty_cache()
             self.llm.wake_up(["weights"])
         self.state = "weights"
         yield
@@ -186,9 +189,10 @@ class _Engine:
             if on_finished is not None:
                 on_finished(index, rollout)
 
+        if seed is None:  # drawn here: the generators are put back after sampling
+            seed = int(torch.randint(1 << 31, ()))
         with _globals_restored():
-            if seed is not None:
-                torch.manual_seed(seed)
+            torch.manual_seed(seed)
             self._run(prompts, num_samples, temperature, seed, finish)
         for p, prompt in enumerate(prompts):
             lengths = [len(r.response_ids) for r in rollouts[p * num_samples : (p + 1) * num_samples]]
@@ -254,8 +258,12 @@ class VllmEngine(_Engine):
             if not self.on_gpu:
                 vllm._custom_ops._supports_onednn = False  # packed linears refuse new weights, and round more
             self.llm = vllm.LLM(path, seed=seed, **self._arguments())
-        # Deleting the engine would destroy the trainer's process group.
-        self.llm.llm_engine.engine_core._finalizer.detach()
+        # What ranks share on CPU has the same name in every job; left behind by a killed one, it would fail the next.
+        for file in Path("/dev/shm").glob("*-cpushm_*"):
+            file.unlink(missing_ok=True)
+        # Deleting the engine would destroy the trainer's process group; 0.26 has no finalizer to take that off.
+        if hasattr(self.llm.llm_engine.engine_core, "_finalizer"):
+            self.llm.llm_engine.engine_core._finalizer.detach()
         self.sleeps = self.on_gpu and self.config.sleep_level > 0
         self._sleep()
 
@@ -265,7 +273,7 @@ class VllmEngine(_Engine):
         arguments = dict(
             tensor_parallel_size=config.tensor_parallel_size,
             distributed_executor_backend="external_launcher",
-            dtype="bfloat16" if self.on_gpu else "float32",
+            dtype=str(self.dtype).removeprefix("torch."),
             quantization=None if config.quantization == "none" else config.quantization,
             kv_cache_dtype=config.kv_cache_dtype,
             max_model_len=self.max_model_len,
@@ -303,12 +311,12 @@ class VllmEngine(_Engine):
             loaded = self.model.load_weights(weights)
         return {name for name, _ in self.model.named_parameters()} - set(loaded)
 
-    def _run(self, prompts, num_samples: int, temperature: float, seed: int | None, finish: Callable) -> None:
+    def _run(self, prompts, num_samples: int, temperature: float, seed: int, finish: Callable) -> None:
         engine = self.llm.llm_engine
         own_seeds = self.on_gpu or self.config.tensor_parallel_size > 1
         for p in self._submission_order(prompts):
             for index in range(p * num_samples, (p + 1) * num_samples):
-                request_seed = seed + index if seed is not None and own_seeds else None
+                request_seed = seed + index if own_seeds else None
                 params = self._sampling_params(temperature, request_seed)
                 engine.add_request(str(index), {"prompt_token_ids": prompts[p]}, params)
         while engine.has_unfinished_requests():
@@ -382,7 +390,7 @@ class HfEngine(_Engine):
             parameters.pop(name).copy_(tensor)
         return set(parameters)
 
-    def _run(self, prompts, num_samples: int, temperature: float, seed: int | None, finish: Callable) -> None:
+    def _run(self, prompts, num_samples: int, temperature: float, seed: int, finish: Callable) -> None:
         repeated = [prompt for prompt in prompts for _ in range(num_samples)]
         for start in range(0, len(repeated), self.batch_size):
             batch = self._generate_batch(repeated[start : start + self.batch_size], temperature)

@@ -1,0 +1,69 @@
+"""Ranks that stay alive between tests, for engines that are slow to build and cannot be taken down.
+
+`with lab(2, setup) as on_ranks:` starts 2 ranks (see ranks.py); each keeps what `setup()` returned. Then
+`on_ranks(fn, *args)` runs fn(kept, *args) on all of them and returns the list of results; an exception on a rank is
+raised again here. fn may be a closure. Ranks run at the same time, so collectives work.
+"""
+
+import contextlib
+import multiprocessing
+import pickle
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
+from ranks import run_ranks
+
+
+@contextlib.contextmanager
+def lab(world_size: int, setup: Callable, *, timeout_s: float = 600.0) -> Iterator[Callable]:
+    """A function (fn, *args) -> [result of rank 0, ...]; the ranks end with the block, or after timeout_s."""
+    import cloudpickle    # vLLM brings it
+
+    ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(world_size)), strict=True)
+    failures = []
+
+    def run() -> None:
+        try:
+            run_ranks(world_size, _serve, theirs, setup, timeout_s=timeout_s)
+        except Exception as error:    # handed to the thread that waits for an answer
+            failures.append(error)
+
+    ranks = threading.Thread(target=run)    # not an executor: its exit handler fails in forked ranks
+    ranks.start()
+
+    def on_ranks(fn: Callable, *args) -> list:
+        for pipe in ours:
+            pipe.send_bytes(cloudpickle.dumps((fn, args)))
+        outcomes = []
+        for pipe in ours:
+            while not pipe.poll(0.02):
+                if not ranks.is_alive():
+                    raise failures[0]
+            outcomes.append(pickle.loads(pipe.recv_bytes()))
+        for error, _ in outcomes:
+            if error is not None:
+                raise error
+        return [result for _, result in outcomes]
+
+    yield on_ranks
+    for pipe in ours:
+        pipe.send_bytes(b"")
+    ranks.join()
+    if failures:
+        raise failures[0]
+
+
+def _serve(pipes: tuple, setup: Callable) -> None:
+    kept = setup()
+    pipe = pipes[dist.get_rank()]
+    while request := pipe.recv_bytes():
+        fn, args = pickle.loads(request)
+        error = result = None
+        try:
+            result = fn(kept, *args)
+        except Exception as raised:    # a process boundary: the test raises it again
+            error = RuntimeError(f"on rank {dist.get_rank()}: {type(raised).__name__}: {raised}")
+            error.add_note(traceback.format_exc())
+        pipe.send_bytes(pickle.dumps((error, result)))
