@@ -34,6 +34,7 @@ import json
 import logging
 import math
 import os
+import pickle
 import queue
 import re
 import resource
@@ -102,10 +103,9 @@ class Scorer:
         with self._starting:  # a fork in between would hold the new pipe open
             worker = _Worker(self.callables)
         reply = worker.ask((self._names, self.config.time_limit_s, self.config.memory_limit_mb), 120)
-        if isinstance(reply, str):
-            worker.kill()
-            raise ValueError(f"--reward.functions {' '.join(self._names)}: {reply}")
         self._idle.put(worker)
+        if isinstance(reply, str):
+            raise ValueError(f"--reward.functions {' '.join(self._names)}: {reply}")
         return reply
 
     def submit(self, index: int, sample: dict) -> None:
@@ -198,9 +198,9 @@ class _Worker:
         try:
             self.connection.send(question)
             replied = self.connection.poll(limit_s)
-            return json.loads(self.connection.recv_bytes()) if replied else f"{TIMEOUT} {limit_s:g} s"
-        except (EOFError, ConnectionError):
-            return "the worker died"
+            return json.loads(self.connection.recv_bytes(1 << 26)) if replied else f"{TIMEOUT} {limit_s:g} s"
+        except (EOFError, OSError, ValueError, TypeError, AttributeError, pickle.PicklingError) as error:
+            return f"no reply: the worker died, its pipe was written to, or the sample can't be pickled ({error!r})"
 
     def kill(self) -> int:  # the whole group; waits, so that no zombie stays, and returns the exit code
         os.killpg(self.pid, signal.SIGKILL)
@@ -234,7 +234,7 @@ def serve(connection: Connection, callables: Mapping[str, Callable] = {}) -> Non
                     pass
     finally:
         if os.getpid() == worker:
-            os.killpg(0, signal.SIGKILL)  # and all that the functions have started
+            os.killpg(worker, signal.SIGKILL)  # and all that the functions have started
         os._exit(0)
 
 
