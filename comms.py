@@ -88,7 +88,7 @@ def _quantize_rows(x: Tensor, codes: Tensor, scales: Tensor, block_size: int, ro
         seed = int(torch.randint(1 << 30, ())) + (dist.get_rank() if dist.is_initialized() else 0)
     if x.is_cuda or "TRITON_INTERPRET" in os.environ:  # Triton's own switch to run kernels on the CPU
         tile = max(1, 4096 // block_size)
-        _kernels()[0][(-(-n // (tile * block_size)), num_rows)](
+        _kernels()[0][(n // (tile * block_size) + 1, num_rows)](  # + 1: a grid may not be empty
             x, codes, scales, x.numel(), n, codes.stride(0), scales.stride(0), seed or 0, SMALLEST_ABSMAX,
             STOCHASTIC=seed is not None, BLOCK=block_size, TILE=tile, num_warps=8)  # fmt: skip
         return
@@ -110,7 +110,7 @@ def _dequantize_sum(codes: Tensor, scales: Tensor, out: Tensor, block_size: int)
     """out[i] = sum over the rows r of codes[r, i] * scales[r, i // block_size], in fp32. codes [R, n], out [n]."""
     if out.is_cuda or "TRITON_INTERPRET" in os.environ:
         (num_rows, n), tile = codes.shape, max(1, 4096 // block_size)
-        _kernels()[1][(-(-n // (tile * block_size)),)](
+        _kernels()[1][(n // (tile * block_size) + 1,)](
             codes, scales, out, num_rows, n, codes.stride(0), scales.stride(0),
             BLOCK=block_size, TILE=tile, num_warps=8)  # fmt: skip
         return
@@ -140,7 +140,7 @@ def _kernels() -> tuple:
         inverse = tl.where(absmax > 0, 127 / absmax, 0.0)
         u = 0.5
         if STOCHASTIC:
-            u = tl.rand(seed, row * n + column)
+            u = tl.rand(seed, (row * n + column).to(tl.int32))  # of 64 bits it would cost four times as much
         rounded = tl.minimum(tl.maximum(tl.floor(values * inverse[:, None] + u), -127.0), 127.0)
         tl.store(codes + row * codes_stride + column, rounded.to(tl.int8), mask=column < n)
         tl.store(scales + row * scales_stride + block, absmax / 127, mask=block * BLOCK < n)

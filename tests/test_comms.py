@@ -67,6 +67,10 @@ def test_blocks_below_the_smallest_scale_come_back_as_zero(exponent):
     assert (round_trip(x) == 0).all()
 
 
+def test_nothing_comes_back_as_nothing():
+    assert round_trip(torch.zeros(0)).shape == (0,)
+
+
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_zeros_are_exact(rounding):
     assert (round_trip(torch.zeros(1000), rounding=rounding) == 0).all()
