@@ -25,6 +25,7 @@ import os
 import random
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
@@ -80,6 +81,31 @@ def from_json(default: Any, values: Mapping[str, Any]) -> Any:
         nested = isinstance(value, Mapping) and is_dataclass(getattr(default, name))
         known[name] = from_json(getattr(default, name), value) if nested else tuple(value) if isinstance(value, list) else value
     return replace(default, **known)
+
+
+def command_line(default: Any, built_in: Mapping[str, Any], description: str) -> Any:
+    """The settings by sys.argv over `default`'s: with --config FILE over an earlier run's config.json, without --model
+    over `built_in`. A refused setting is one line "error: ..." and exit code 2.
+    """
+    import tyro
+
+    argv = sys.argv[1:]
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        if "--config" in argv:
+            at = argv.index("--config")
+            file = Path(argv[at + 1]) if at + 1 < len(argv) else Path("")
+            if not file.is_file():
+                raise ValueError(f"--config {file}: no such file; give an earlier run's config.json")
+            default = from_json(default, json.loads(file.read_text()))
+            argv = argv[:at] + argv[at + 2 :]
+        elif not any(flag.split("=")[0] == "--model" for flag in argv):
+            default = from_json(default, built_in)
+        return tyro.cli(type(default), args=argv, default=default, console_outputs=is_first, description=description)
+    except ValueError as error:
+        if is_first:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
 
 
 class Stateful(Protocol):

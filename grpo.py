@@ -17,12 +17,8 @@ Letters: P prompts, G samples per prompt, N tokens in a packed row. Source: Shao
 
 from __future__ import annotations
 
-import json
-import os
-import random
 import sys
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -31,19 +27,20 @@ import tyro
 
 from advantages import AdvantageCache, AdvantageConfig, group_advantages, overlong_penalty
 from attention import use_packed_attention
-from checkpoint import GeneratorState, RunConfig, TrainState, copy_model_files, from_json, load, save, save_safetensors
+from checkpoint import GeneratorState, RunConfig, TrainState, command_line, copy_model_files, load, save, save_safetensors
+from comms import measure_bandwidth, quantize_gradients
 from data import DataConfig, Prompt, PromptStream, load_prompts, stop_token_ids, to_prompts
 from examples import addition
 from exchange import exchange
-from logprobs import token_logprobs
+from logprobs import token_logprobs, with_logprobs
 from losses import LossConfig, kl_estimate, masked_sum, policy_loss, sampler_correction, token_weights
 from metrics import LogConfig, Metrics
 from model import ModelConfig, OptimConfig, copy_weights, find_model, init_distributed, learning_rate_at, load_policy
 from model import make_optimizer, memory_plan, optimizer_step
-from packing import BatchConfig, PackedRow, lay_out, packing_efficiency, sequence
+from packing import BatchConfig, PackedRow, lay_out, sequence
 from reshard import iter_full_params, sync_weights, verify_sync
 from rewards import RewardConfig, Scorer
-from rollout import HfEngine, Rollout, RolloutConfig, VllmEngine
+from rollout import HfEngine, Rollout, RolloutConfig, VllmEngine, sampling_seed
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class Args:
     """Of the data order, of sampling, and of the built-in model."""
     resample_tries: int = 1
     """Rounds of sampling to fill a step with groups that have spread (dynamic sampling); 1: take all groups as they are."""
-    refresh_reference_every: int = 0
+    refresh_every: int = 0
     """Copy the policy into the reference every this many steps; 0: never."""
     eval_every: int = 0
     """Evaluate every this many steps, and at the last, by greedy decoding; 0: never."""
@@ -70,6 +67,8 @@ class Args:
     """Samples per evaluation prompt for mean@k and pass@k, besides the greedy one; 0: none."""
     verify_sync: bool = False
     """Compare the engine's weights with the trainer's after each sync, and stop on a difference."""
+    quantize_gradients: bool = False
+    """Reduce gradients over ranks in 8-bit blocks: a quarter of fp32's bytes, for slow links between hosts."""
     bucket_mb: int = 512
     """Memory in MiB that a weight sync may take: tensors are gathered in buckets."""
     timeout_s: float = 3600.0
@@ -89,15 +88,16 @@ class Args:
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         if self.num_steps < 1 or self.resample_tries < 1 or self.learning_rate <= 0:
             raise ValueError(
-                f"--num-steps {self.num_steps}, --resample-tries {self.resample_tries}: at least 1; "
-                f"--learning-rate {self.learning_rate}: above 0, try 1e-6"
+                f"--num-steps {self.num_steps}, --resample-tries {self.resample_tries}: must be at least 1; "
+                f"--learning-rate {self.learning_rate}: must be above 0; try 200, 1 and 1e-6"
             )
         if self.batch.group_size < 2 and self.advantage.baseline != "batch":
-            raise ValueError(f"--group-size {self.batch.group_size}: a group must have at least 2 samples; try --group-size 8")
+            raise ValueError(f"--group-size {self.batch.group_size}: must be at least 2; try --group-size 8")
         if self.batch.tokens_per_row < longest:
             raise ValueError(
-                f"--tokens-per-row {self.batch.tokens_per_row}: must hold --data.max-prompt-tokens {self.data.max_prompt_tokens} "
-                f"+ --rollout.max-response-tokens {self.rollout.max_response_tokens}; try --tokens-per-row {longest}"
+                f"--tokens-per-row {self.batch.tokens_per_row}: must hold --data.max-prompt-tokens "
+                f"{self.data.max_prompt_tokens} + --rollout.max-response-tokens {self.rollout.max_response_tokens}; "
+                f"try --tokens-per-row {longest}"
             )
         if self.rollout.eight_bit and self.loss.importance == "off":
             raise ValueError("--loss.importance off: an 8-bit sampler is another policy than the trainer's; use token")
@@ -118,24 +118,28 @@ def main(args: Args) -> None:
     path, tokenizer, stream, eval_prompts, scorer = prepare(args)
     policy = load_policy(path, mesh, args.model)
     use_packed_attention(policy)
+    if args.quantize_gradients:
+        quantize_gradients(policy)
     optimizer = make_optimizer(policy, args.optim, args.learning_rate)
     reference = None
     if args.loss.kl_coef:
         reference = load_policy(path, mesh, args.model, trainable=False)
         use_packed_attention(reference)
-    engine = (VllmEngine if args.rollout.engine == "vllm" else HfEngine)(
-        path, args.rollout, max_prompt_tokens=args.data.max_prompt_tokens, num_samples=args.batch.num_samples,
-        stop_ids=stop_token_ids(path, tokenizer.eos_token_id), seed=args.seed,
-    )
+    stop_ids = stop_token_ids(path, tokenizer.eos_token_id)
+    sizes = dict(max_prompt_tokens=args.data.max_prompt_tokens, num_samples=args.batch.num_samples)
+    kind = VllmEngine if args.rollout.engine == "vllm" else HfEngine
+    engine = kind(path, args.rollout, **sizes, stop_ids=stop_ids, seed=args.seed)
     to_engine = dict(dtype=engine.dtype, bucket_bytes=args.bucket_mb << 20)
     cache = AdvantageCache()
     state = {"policy": TrainState(policy, optimizer), "stream": stream, "generators": GeneratorState()}
     first_step = load(args.run.directory / "checkpoints", state) if args.run.resume else 0
-    metrics = Metrics(args.run.directory, args.log, first_step=first_step, num_steps=args.num_steps, settings=asdict(args))
+    metrics = Metrics(
+        args.run.directory, args.log, first_step=first_step, num_steps=args.num_steps, settings=asdict(args)
+    )
 
     for step in range(first_step, args.num_steps):
         is_last = step == args.num_steps - 1
-        # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case; evaluation uses the same ones.
+        # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case; evaluation uses the same.
         with engine.awake():
             with metrics.timer("reshard"):
                 sync_weights(policy, engine, **to_engine)
@@ -148,25 +152,25 @@ def main(args: Args) -> None:
             groups = sample_groups(args, step, engine, scorer, tokenizer, stream, metrics)
         with metrics.timer("layout"):
             advantages = cache.get(step, lambda: compare(args, groups))  # noqa: B023  [P of this rank, G]
-            # 3. Lay out. A minibatch is a fixed slice of the global prompt order; its rows stay the same for all epochs.
+            # 3. Lay out. A minibatch is a fixed slice of the global prompt order; its rows stay for all epochs.
             sequences, minibatches = to_sequences(args, groups, advantages)
             rows, totals = lay_out(sequences, minibatches, args.batch, exchange=exchange, like=EMPTY)
-            rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
-            metrics.add("packing/efficiency", packing_efficiency(sum(rows, []), args.batch.tokens_per_row))
+            metrics.add_layout(policy, sequences, rows, args.batch.tokens_per_row, args.batch.num_epochs)
             metrics.write_samples(step, describe(groups, advantages, tokenizer))
+            rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
 
         # 4. Log-probabilities that stay fixed during the update; skipped where they are not needed.
         if args.batch.num_minibatches * args.batch.num_epochs > 1:
             with metrics.timer("old_logprobs"):
-                rows = with_logprobs(args, policy, rows, "old_logprobs")
+                rows = with_logprobs(policy, rows, "old_logprobs", temperature=args.rollout.temperature)
         if reference is not None:
             with metrics.timer("ref_logprobs"):
-                rows = with_logprobs(args, reference, rows, "ref_logprobs")
+                rows = with_logprobs(reference, rows, "ref_logprobs", temperature=args.rollout.temperature)
 
-        # 5. Update. Every loss term is divided by its minibatch's total over all ranks, so ranks and rows just add up.
+        # 5. Update. Every loss term is divided by its minibatch's total over all ranks: ranks and rows just add up.
         learning_rate = learning_rate_at(step, args.num_steps, args.learning_rate, args.optim)
         with metrics.timer("update"):
-            for m in minibatch_order(args, step, totals):
+            for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
                 kl = torch.zeros((), device=mesh.device_type)
                 for i, row in enumerate(rows[m]):
                     policy.set_requires_gradient_sync(args.model.reduce_every_row or i == len(rows[m]) - 1)
@@ -180,7 +184,9 @@ def main(args: Args) -> None:
                     break
 
         # 6. Report, save.
-        if reference is not None and args.refresh_reference_every and (step + 1) % args.refresh_reference_every == 0:
+        if mesh.size() > 1:
+            metrics.add("communication/nccl_bw_gb", measure_bandwidth(1 << 22))
+        if reference is not None and args.refresh_every and (step + 1) % args.refresh_every == 0:
             copy_weights(policy, reference)
         if args.run.save_every and (is_last or (step + 1) % args.run.save_every == 0):
             with metrics.timer("save"):
@@ -193,19 +199,20 @@ def main(args: Args) -> None:
 
 
 # A sequence of this run without tokens: the names and types that an empty row must have.
-EMPTY = sequence(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), advantages=0.0, rollout_logprobs=0.0)
+NOTHING = torch.zeros(0, dtype=torch.int64)
+EMPTY = sequence(NOTHING, NOTHING, advantages=0.0, rollout_logprobs=0.0)
 
 
 def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer]:
-    """(model directory, tokenizer, stream, evaluation prompts, scorer): all that can be refused, before a model is loaded."""
+    """(model directory, tokenizer, stream, evaluation prompts, scorer): what can be refused, before a model is loaded."""
     from transformers import AutoTokenizer
 
     try:
         path = find_model(args.model_path, built_in=lambda: addition.cached_model(args.seed))
         tokenizer = AutoTokenizer.from_pretrained(path)
         if args.data_paths == ("built-in",):
-            datasets = [to_prompts(addition.problems(held_out=False), tokenizer, args.data, "addition")]
-            evals = [to_prompts(addition.problems(held_out=True), tokenizer, args.data, "addition")]
+            rows = [addition.problems(held_out=held_out) for held_out in (False, True)]
+            datasets, evals = ([to_prompts(r, tokenizer, args.data, "addition")] for r in rows)
         else:
             datasets = load_prompts(args.data_paths, tokenizer, args.data)
             evals = load_prompts(args.eval_paths, tokenizer, replace(args.data, weights=()))
@@ -214,56 +221,48 @@ def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer
         scorer = Scorer(args.reward)
     except ValueError as error:
         sys.exit(f"error: {error}" if dist.get_rank() == 0 else 1)
+    stream = PromptStream(datasets, args.batch.prompts_per_step, weights=args.data.weights, seed=args.seed)
     if dist.get_rank() == 0:
         args.run.open(args)
-        print_plan(args, path, sum(map(len, datasets)), sum(map(len, evals)))
+        num_prompts, num_ranks = sum(map(len, datasets)), dist.get_world_size()
+        plan = {
+            "model": f"{path}: {memory_plan(path, num_ranks, args.model, frozen_copies=bool(args.loss.kl_coef))}",
+            "data": f"{num_prompts} prompts for {args.num_steps} steps, {sum(map(len, evals))} to evaluate",
+            "ranks": f"{num_ranks}; {num_ranks // args.rollout.tensor_parallel_size} {args.rollout.engine} engines",
+            "batch": args.batch.describe(args.data.max_prompt_tokens, args.rollout.max_response_tokens),
+        }
+        print("\n".join(f"{name:>8}  {text}" for name, text in plan.items()), flush=True)
     dist.barrier()
-    stream = PromptStream(datasets, args.batch.prompts_per_step, weights=args.data.weights, seed=args.seed)
     return path, tokenizer, stream, sum(evals, []), scorer
 
 
-def print_plan(args: Args, path: str, num_prompts: int, num_eval: int) -> None:
-    batch, world = args.batch, dist.get_world_size()
-    plan = {
-        "model": path,
-        "data": f"{num_prompts} prompts, {num_eval} to evaluate; {args.num_steps * batch.prompts_per_step / num_prompts:.2f} epochs",
-        "ranks": f"{world}, sampling with {world // args.rollout.tensor_parallel_size} {args.rollout.engine} engines",
-        "step": f"{batch.prompts_per_step} prompts x {batch.group_size} samples = {batch.num_samples}, of up to "
-        f"{args.data.max_prompt_tokens} + {args.rollout.max_response_tokens} tokens",
-        "update": f"{batch.num_epochs} epochs x {batch.num_minibatches} minibatches of "
-        f"{batch.num_samples // batch.num_minibatches} samples, in rows of {batch.tokens_per_row} tokens",
-        "memory": memory_plan(path, world, args.model, frozen_copies=bool(args.loss.kl_coef)),
-    }
-    print("\n".join(f"{name:>8}  {text}" for name, text in plan.items()), flush=True)
-
-
-def sample_groups(args: Args, step: int, engine, scorer: Scorer, tokenizer, stream: PromptStream, metrics: Metrics) -> list[Group]:
-    """This rank's groups of the step; with dynamic sampling, rounds go on until enough groups have spread, or tries are up."""
+def sample_groups(args: Args, step: int, engine, scorer: Scorer, tokenizer, stream, metrics: Metrics) -> list[Group]:
+    """This rank's groups; with dynamic sampling, rounds go on until enough groups have spread, or tries are up."""
     kept: list[Group] = []
     num_missing, num_seen = args.batch.prompts_per_step, 0
     for attempt in range(args.resample_tries):
         prompts = stream.take(num_missing)
+        seed = sampling_seed(args.seed, step, attempt)
         with metrics.timer("rollout"):
-            drawn = draw(args, engine, scorer, tokenizer, prompts, args.batch.group_size, seed_for(args, step, attempt))
+            drawn = draw(engine, scorer, tokenizer, prompts, args.batch.group_size, seed)
         with metrics.timer("reward"):
             rewards, stats = scorer.collect(len(drawn) * args.batch.group_size)
         metrics.update(stats, len(rewards), prefix="reward/")
         for i, (position, rollouts) in enumerate(drawn.items()):
             scores = rewards[i * len(rollouts) : (i + 1) * len(rollouts)]
-            lengths, truncated = [len(r.response_ids) for r in rollouts], [r.truncated for r in rollouts]
-            metrics.add_group(prompts[position].source, scores, len(rollouts[0].prompt_ids), lengths, truncated)
+            metrics.add_group(prompts[position].source, scores, rollouts)
             if args.resample_tries == 1 or max(scores) > min(scores):
                 kept.append(Group(num_seen + position, prompts[position], rollouts, scores))
         num_seen += len(prompts)
         num_missing = args.batch.prompts_per_step - int(total(torch.tensor(float(len(kept)))))
         if num_missing == 0:
             break
-    if num_missing and args.resample_tries > 1 and dist.get_rank() == 0:
-        print(f"warning: step {step + 1} is {num_missing} groups short: no spread in --resample-tries {args.resample_tries} rounds")
+    if num_missing and dist.get_rank() == 0:
+        print(f"warning: step {step + 1} lacks {num_missing} groups with spread after --resample-tries {attempt + 1}")
     return kept
 
 
-def draw(args, engine, scorer, tokenizer, prompts, num_samples, seed, temperature=None) -> dict[int, list[Rollout]]:
+def draw(engine, scorer: Scorer, tokenizer, prompts: list[Prompt], num_samples: int, seed: int, temperature=None):
     """{position: rollouts} for the prompts that this rank owns; each response goes to the scorer as soon as it ends."""
 
     def submit(index: int, position: int, rollout: Rollout) -> None:
@@ -276,39 +275,28 @@ def draw(args, engine, scorer, tokenizer, prompts, num_samples, seed, temperatur
     return engine.generate_share(ids, num_samples, temperature=temperature, seed=seed, on_finished=submit)
 
 
-def seed_for(args: Args, *place: int) -> int:
-    """Follows from --seed and the place in the run alone, so that a resumed run goes on as if it had not stopped."""
-    return random.Random(repr((args.seed, *place))).getrandbits(31)
-
-
 def evaluate(args: Args, engine, scorer: Scorer, tokenizer, prompts: list[Prompt], metrics: Metrics) -> None:
     """Greedy reward per data set, and mean@k and pass@k of k samples, each a mean over all prompts of all ranks."""
     for k, temperature in ((1, 0.0), (args.eval_samples, args.rollout.temperature)):
-        if k == 0:
-            continue
-        drawn = draw(args, engine, scorer, tokenizer, prompts, k, seed_for(args, -1), temperature)
+        drawn = draw(engine, scorer, tokenizer, prompts, k, sampling_seed(args.seed, "eval"), temperature) if k else {}
         rewards, _ = scorer.collect(len(drawn) * k)
         for i, position in enumerate(drawn):
             mine = rewards[i * k : (i + 1) * k]
-            if temperature == 0:
-                metrics.update({"reward": mine[0], f"{prompts[position].source}/reward": mine[0]}, prefix="eval/")
-            else:
-                metrics.update({f"mean@{k}": sum(mine) / k, f"pass@{k}": max(mine)}, prefix="eval/")
+            greedy = {"reward": mine[0], f"{prompts[position].source}/reward": mine[0]}
+            metrics.update({f"mean@{k}": sum(mine) / k, f"pass@{k}": max(mine)} if temperature else greedy, prefix="eval/")
 
 
 def compare(args: Args, groups: list[Group]) -> torch.Tensor:
     """Advantages [P, G] of this rank's groups, from all samples of each group, truncated ones included."""
+    how, limit = args.advantage, args.rollout.max_response_tokens
     rewards = torch.tensor([g.rewards for g in groups]).reshape(-1, args.batch.group_size)
-    lengths = torch.tensor([[len(r.response_ids) for r in g.rollouts] for g in groups]).reshape(rewards.shape)
-    config = args.advantage
-    penalty = overlong_penalty(
-        lengths, args.rollout.max_response_tokens, buffer=config.overlong_buffer, weight=config.overlong_weight
-    )
-    return group_advantages(rewards + penalty, baseline=config.baseline, scale_by_std=config.scale_by_std)
+    lengths = torch.tensor([len(r.response_ids) for g in groups for r in g.rollouts]).reshape(rewards.shape)
+    rewards = rewards + overlong_penalty(lengths, limit, buffer=how.overlong_buffer, weight=how.overlong_weight)
+    return group_advantages(rewards, baseline=how.baseline, scale_by_std=how.scale_by_std)
 
 
 def to_sequences(args: Args, groups: list[Group], advantages: torch.Tensor) -> tuple[list[dict], list[int]]:
-    """This rank's samples as sequences, and the minibatch of each: equal slices of all ranks' prompts, in their global order."""
+    """This rank's samples, and the minibatch of each: equal slices of all ranks' prompts, in their global order."""
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [g.position for g in groups])
     place = {position: i for i, position in enumerate(sorted(sum(everyone, [])))}
@@ -323,57 +311,35 @@ def to_sequences(args: Args, groups: list[Group], advantages: torch.Tensor) -> t
 
 
 def describe(groups: list[Group], advantages: torch.Tensor, tokenizer):
-    """Samples for samples.jsonl: one response per group."""
+    """One response of each group, for samples.jsonl."""
     for group, row in zip(groups, advantages.tolist(), strict=True):
         response = tokenizer.decode(group.rollouts[0].response_ids)
         yield dict(prompt=group.prompt.text, response=response, reward=group.rewards[0], advantage=row[0])
 
 
-@torch.no_grad()
-def with_logprobs(args: Args, model, rows: list[list[PackedRow]], name: str) -> list[list[PackedRow]]:
-    """The same rows with one more field: the model's log-probabilities of their tokens."""
-
-    def extended(row: PackedRow) -> PackedRow:
-        logprobs, _ = token_logprobs(model, row, temperature=args.rollout.temperature)
-        return replace(row, fields=row.fields | {name: logprobs})
-
-    return [[extended(row) for row in minibatch] for minibatch in rows]
-
-
-def minibatch_order(args: Args, step: int, totals: list[dict]) -> list[int]:
-    """Every minibatch once per epoch, shuffled from the second epoch on; without those that have nothing to learn from."""
-    order = []
-    for epoch in range(args.batch.num_epochs):
-        minibatches = list(range(args.batch.num_minibatches))
-        if epoch:
-            random.Random(repr((args.seed, step, epoch))).shuffle(minibatches)
-        order += [m for m in minibatches if totals[m]["tokens"]]
-    return order
-
-
 def row_loss(args: Args, policy, row: PackedRow, totals: dict[str, int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """This row's part of the minibatch's loss, and its statistics as means over the row's response tokens."""
-    config, fields, mask = args.loss, row.fields, row.fields["response_mask"]
+    how, fields, mask = args.loss, row.fields, row.fields["response_mask"]
     logprobs, entropy = token_logprobs(policy, row, temperature=args.rollout.temperature)
     old_logprobs = fields.get("old_logprobs", logprobs.detach())  # one optimizer step per batch: old is current
+    correction = dict(kind=how.importance, cap=how.importance_cap)
     weights, mismatch = sampler_correction(
-        old_logprobs, fields["rollout_logprobs"], mask, row.cu_seqlens, kind=config.importance, cap=config.importance_cap
+        old_logprobs, fields["rollout_logprobs"], mask, row.cu_seqlens, **correction
     )
-    each, normalizer = token_weights(config.normalize, mask, row.cu_seqlens, totals, args.rollout.max_response_tokens)
-    loss, stats = policy_loss(
-        logprobs, old_logprobs, fields["advantages"], mask, clip_low=config.clip_low, clip_high=config.clip_high,
-        normalizer=normalizer, cu_seqlens=row.cu_seqlens, ratio=config.ratio, token_weights=each, importance_weights=weights,
-    )
+    each, normalizer = token_weights(how.normalize, mask, row.cu_seqlens, totals, args.rollout.max_response_tokens)
+    scale = dict(normalizer=normalizer, token_weights=each, importance_weights=weights, cu_seqlens=row.cu_seqlens)
+    clips = dict(clip_low=how.clip_low, clip_high=how.clip_high, ratio=how.ratio)
+    loss, stats = policy_loss(logprobs, old_logprobs, fields["advantages"], mask, **clips, **scale)
     num_tokens = max(1, row.num_response_tokens)
-    stats = {"pg_loss": loss * totals["tokens"] / num_tokens, "entropy": masked_sum(entropy.detach(), mask) / num_tokens} | stats
-    if config.kl_coef:
-        kl = kl_estimate(logprobs, fields["ref_logprobs"], config.kl)
-        stats["kl_loss"] = masked_sum(kl.detach(), mask) / num_tokens
-        loss = loss + config.kl_coef * masked_sum(kl * each, mask) / normalizer
-    if config.entropy_coef:
-        loss = loss - config.entropy_coef * masked_sum(entropy * each, mask) / normalizer
-    corrections = {f"rollout_corr/{name}": value for name, value in mismatch.items()}
-    return loss, {f"actor/{name}": value for name, value in stats.items()} | corrections
+    stats |= {"pg_loss": loss * totals["tokens"] / num_tokens, "entropy": masked_sum(entropy, mask) / num_tokens}
+    if how.kl_coef:
+        kl = kl_estimate(logprobs, fields["ref_logprobs"], how.kl)
+        stats["kl_loss"] = masked_sum(kl, mask) / num_tokens
+        loss = loss + how.kl_coef * masked_sum(kl * each, mask) / normalizer
+    if how.entropy_coef:
+        loss = loss - how.entropy_coef * masked_sum(entropy * each, mask) / normalizer
+    prefixed = {f"actor/{name}": x.detach() for name, x in stats.items()}
+    return loss, prefixed | {f"rollout_corr/{name}": x for name, x in mismatch.items()}
 
 
 def total(x: torch.Tensor) -> float:
@@ -382,19 +348,5 @@ def total(x: torch.Tensor) -> float:
     return x.item()
 
 
-def cli() -> Args:
-    """The command line over the built-in job's settings, or over an earlier run's with --config FILE."""
-    argv = sys.argv[1:]
-    default = Args()
-    if "--config" in argv:
-        at = argv.index("--config")
-        default = from_json(default, json.loads(Path(argv[at + 1]).read_text()))
-        argv = argv[:at] + argv[at + 2 :]
-    elif not any(flag.split("=")[0] == "--model" for flag in argv):
-        default = from_json(default, addition.SETTINGS)
-    is_rank0 = os.environ.get("RANK", "0") == "0"
-    return tyro.cli(Args, args=argv, default=default, console_outputs=is_rank0, description=__doc__)
-
-
 if __name__ == "__main__":
-    main(cli())
+    main(command_line(Args(), addition.SETTINGS, __doc__))

@@ -1,29 +1,35 @@
 """Token log-probabilities and entropy without the [N, V] matrix of logits.
 
-The problem. A loss needs one number per token, but the head makes V of them: for 4,096 tokens and 152,000 words, logits,
-their log-softmax and its gradient take 5 GB in fp32, more than the rest of the model's activations. And prompt tokens need none.
+The problem. A loss needs one number per token, but the head makes V of them: for 4,096 tokens and 152,000 words,
+logits, their log-softmax and its gradient take 5 GB in fp32, more than the rest of the model's activations. And prompt
+tokens need none.
 
-How it works. The head is applied to the positions that predict response tokens, `chunk` of them at a time; of each chunk
-only two numbers per token survive, logsumexp and entropy. The backward pass computes each chunk's logits again and turns them
-in place into their own gradient. A Python loop under autograd would keep every chunk alive, hence the autograd Function.
+How it works. The head is applied to the positions that predict response tokens, `chunk` of them at a time; of each
+chunk only two numbers per token survive, logprob and entropy. The backward pass computes each chunk's logits again and
+turns them in place into their own gradient. A Python loop under autograd would keep every chunk alive, hence the
+autograd Function.
     z = h W^T / T         lse = log sum exp z      logprob = z[target] - lse        entropy = lse - sum softmax(z) z
     d logprob / dz_j = [j = target] - p_j          d entropy / dz_j = -p_j (log p_j + entropy)
-Worked example: logits [0, 0, -inf]: both live words have logprob -ln 2, the entropy is ln 2, and the dead word's gradient is 0.
+Worked example: logits [0, 0, -inf]: both live words have logprob -ln 2, the entropy is ln 2, and the dead word's
+gradient is 0.
 
-One convention, one shift. x[i] belongs to tokens[i]: logprobs[i] = log pi(tokens[i] | tokens[<i]) comes from the hidden state
-at i - 1. The shift is in `response_positions` and nowhere else. The first token of a sequence has logprob 0.
-    tokens       5 6 | 7 8 9      response_mask 0 0 1 1 1      states used  6 7 8      targets 7 8 9
+One convention, one shift. x[i] belongs to tokens[i]: logprobs[i] = log pi(tokens[i] | tokens[<i]) comes from the hidden
+state at i - 1. The shift is in `_response_logprobs` and nowhere else. The first token of a sequence has logprob 0.
+    tokens       5 6 | 7 8 9      response_mask 0 1 0 1 1      states used  5 7 8      targets 6 8 9
 
 Temperature divides the logits here exactly as in the sampler; otherwise every ratio is wrong by the tempering.
 
-Shapes: N tokens in a row, R response tokens, V vocabulary, D hidden size. Results are fp32; the products use the model's dtype,
-softmax and sums are fp32 (no logsumexp in bf16).
-What we give up: the head's product is done twice. A fused kernel (Liger, cut cross-entropy) would save the reads of each chunk.
-Source: online softmax (Milakov 2018, arXiv:1805.02867); cut cross-entropy (Wijmans 2024, arXiv:2411.09009).
+Shapes: N tokens in a row, R response tokens, C tokens in a chunk, V vocabulary, D hidden size. Results are fp32; the
+products use the model's dtype, softmax and sums are fp32 (no logsumexp in bf16). Memory: two [C, V] fp32 matrices
+(three with a soft-cap) and the head's gradient, whatever R is.
+What we give up: the head's product is done twice. A fused kernel (Liger, cut cross-entropy) would save the reads of
+each chunk.
+Source: cut cross-entropy (Wijmans 2024, arXiv:2411.09009), section 4, without its kernel.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import torch
@@ -31,13 +37,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 
-def token_logprobs(model: nn.Module, row, *, temperature: float = 1.0, chunk: int = 1024) -> tuple[Tensor, Tensor]:
-    """log pi(tokens[i] | tokens[<i]) and the entropy of that distribution, at response tokens; 0 elsewhere: [N], [N] fp32.
+def token_logprobs(model: nn.Module, row, *, temperature: float = 1.0, chunk: int = 512) -> tuple[Tensor, Tensor]:
+    """log pi(tokens[i] | tokens[<i]) and that distribution's entropy at response tokens, 0 elsewhere: [N], [N] fp32.
 
     model: a Transformers causal LM, plain or under FSDP2, with packed attention (attention.use_packed_attention).
-    row: any object with tokens, position_ids, fields["response_mask"] [N], cu_seqlens [S+1], max_seqlen, num_response_tokens.
-    chunk: tokens whose logits exist at one time. Both results carry grad. A row without response tokens gives zeros that are
-    still connected to every parameter, so that FSDP's backward runs on this rank as on the others.
+    row: any object with tokens, position_ids, fields["response_mask"] [N], cu_seqlens [S+1], max_seqlen and
+    num_response_tokens (packing.PackedRow). chunk: tokens whose logits exist at one time. Both results carry grad. A
+    row without response tokens gives zeros that are still connected to every parameter, so that FSDP's backward runs on
+    this rank as on the others.
     """
     if not hasattr(model, "response_logprobs"):
         model.response_logprobs = types.MethodType(_response_logprobs, model)
@@ -45,13 +52,28 @@ def token_logprobs(model: nn.Module, row, *, temperature: float = 1.0, chunk: in
             # FSDP gathers parameters around forward alone; without this the head would be a sharded DTensor.
             register_fsdp_forward_method(model, "response_logprobs")
     positions = response_positions(row.fields["response_mask"], row.num_response_tokens)
-    return model.response_logprobs(
+    result = model.response_logprobs(
         row.tokens, row.position_ids, row.cu_seqlens, row.max_seqlen, positions, temperature, chunk
     )
+    if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
+        # No backward will come and free the root's gathered weights; parameters() would be them, in the compute dtype.
+        model.reshard()
+    return result
+
+
+@torch.no_grad()
+def with_logprobs(model: nn.Module, rows: list[list], name: str, *, temperature: float) -> list[list]:
+    """The same rows (of each minibatch) with one more field: the model's log-probabilities [N], by token_logprobs."""
+
+    def extended(row):
+        logprobs, _ = token_logprobs(model, row, temperature=temperature)
+        return dataclasses.replace(row, fields=row.fields | {name: logprobs})
+
+    return [[extended(row) for row in minibatch] for minibatch in rows]
 
 
 def response_positions(response_mask: Tensor, num_response_tokens: int) -> Tensor:
-    """Indices [R] of the response tokens, ascending: response_mask [N] bool. The state that predicts token i is at i - 1.
+    """Indices [R] of the response tokens, ascending: response_mask [N] bool.
 
     The count is passed in from the host: nonzero() would wait for the device to learn it.
     """
@@ -93,30 +115,13 @@ def head_logprobs(
     targets: Tensor,
     temperature: float = 1.0,
     softcap: float | None = None,
-    chunk: int = 1024,
+    chunk: int = 512,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(z)[target] and entropy of softmax(z), z = softcap(hidden weight^T + bias) / temperature: [R], [R] fp32.
+    """log softmax(z)[target] and entropy of softmax(z), z = softcap(hidden weight^T + bias) / temperature: [R], [R].
 
     hidden [R, D], weight [V, D], bias [V] or None, targets [R]. softcap c maps z to c tanh(z / c) (Gemma 2); None: off.
     """
     return _HeadLogprobs.apply(hidden, weight, bias, targets, temperature, softcap, chunk)
-
-
-def _log_softmax_chunk(hidden, weight, bias, temperature, softcap) -> tuple[Tensor, Tensor | None]:
-    """log-softmax [C, V] fp32, and d(capped)/d(raw) [C, V] if there is a cap."""
-    z = (hidden @ weight.t()).float()
-    if bias is not None:
-        z += bias
-    slope = None
-    if softcap is not None:
-        z.div_(softcap).tanh_()
-        slope = 1 - z * z
-        z.mul_(softcap)
-    if temperature != 1.0:
-        z.div_(temperature)
-    z.sub_(z.logsumexp(-1, keepdim=True))
-    # A word of probability 0 has logprob -inf, and 0 * -inf would make the entropy NaN.
-    return z.clamp_(min=torch.finfo(z.dtype).min), slope
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -126,9 +131,8 @@ class _HeadLogprobs(torch.autograd.Function):
         entropy = torch.empty_like(logprobs)
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
-            log_p, _ = _log_softmax_chunk(hidden[part], weight, bias, temperature, softcap)
-            logprobs[part] = log_p.gather(-1, targets[part, None]).squeeze(-1)
-            entropy[part] = -torch.linalg.vecdot(log_p, log_p.exp())
+            logits = (hidden[part], weight, bias, temperature, softcap)
+            logprobs[part], entropy[part] = _chunk_values(logits, targets[part])
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
         ctx.options = (temperature, softcap, chunk)
         ctx.set_materialize_grads(False)
@@ -144,24 +148,53 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
-            log_p, slope = _log_softmax_chunk(hidden[part], weight, bias, temperature, softcap)
-            p = log_p.exp()
-            if grad_entropy is None:
-                dz = p.mul_(-grad_logprobs[part, None])
-            else:
-                dz = log_p.add_(entropy[part, None]).mul_(p).mul_(-grad_entropy[part, None])
-                if grad_logprobs is not None:
-                    dz.addcmul_(p, grad_logprobs[part, None], value=-1)
-            if grad_logprobs is not None:
-                dz.scatter_add_(-1, targets[part, None], grad_logprobs[part, None])
-            if temperature != 1.0:
-                dz.div_(temperature)
-            if slope is not None:
-                dz.mul_(slope)
+            logits = (hidden[part], weight, bias, temperature, softcap)
+            grads = [grad if grad is None else grad[part, None] for grad in (grad_logprobs, grad_entropy)]
+            dz = _chunk_gradient(logits, targets[part], entropy[part, None], *grads)
             if grad_bias is not None:
                 grad_bias += dz.sum(0)
             dz = dz.to(hidden.dtype)
             grad_hidden[part] = dz @ weight
             grad_weight += dz.t() @ hidden[part]
+            del dz  # else it lives on while the next chunk's logits are made
         grad_bias = None if bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None
+
+
+def _chunk_values(logits, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """logprobs [C] and entropies [C]; a function of its own so that its matrices are gone before the next chunk's."""
+    log_p, _ = _log_softmax(*logits)
+    return log_p.gather(-1, targets[:, None]).squeeze(-1), log_p.exp().mul_(log_p).sum(-1).neg_()
+
+
+def _chunk_gradient(logits, targets: Tensor, entropy: Tensor, grad_logprobs, grad_entropy) -> Tensor:
+    """Gradient [C, V] of hidden weight^T + bias; entropy and the gradients of the two results are [C, 1]."""
+    log_p, slope = _log_softmax(*logits)
+    p = log_p.exp()
+    if grad_entropy is None:
+        dz = p.mul_(-grad_logprobs)
+    else:
+        dz = log_p.add_(entropy).mul_(p).mul_(-grad_entropy)
+        if grad_logprobs is not None:
+            dz.addcmul_(p, grad_logprobs, value=-1)
+    if grad_logprobs is not None:
+        dz.scatter_add_(-1, targets[:, None], grad_logprobs)
+    if slope is not None:
+        dz.mul_(slope)
+    return dz.div_(logits[3])  # temperature
+
+
+def _log_softmax(hidden, weight, bias, temperature, softcap) -> tuple[Tensor, Tensor | None]:
+    """log-softmax [C, V] fp32, and d(capped)/d(raw) [C, V] if there is a cap."""
+    z = (hidden @ weight.t()).float()
+    if bias is not None:
+        z += bias
+    slope = None
+    if softcap is not None:
+        z.div_(softcap).tanh_()
+        slope = torch.addcmul(z.new_ones(()), z, z, value=-1)
+        z.mul_(softcap)
+    z.div_(temperature)
+    z.sub_(z.logsumexp(-1, keepdim=True))
+    # A word of probability 0 has logprob -inf, and 0 * -inf would make the entropy NaN.
+    return z.clamp_(min=torch.finfo(z.dtype).min), slope

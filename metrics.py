@@ -28,7 +28,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,18 +102,32 @@ class Metrics:
             reduction = name.rpartition("_")[2]
             self.add(prefix + name, value, weight, reduction if reduction in ("max", "min") else "mean")
 
-    def add_group(self, source: str, rewards: list[float], prompt_length: int, lengths: list[int], truncated: list[bool]) -> None:
+    def add_group(self, source: str, rewards: list[float], rollouts: Sequence) -> None:
         """The samples of one prompt as they came, before any filter, penalty or mask; `source` names its data set."""
+        lengths = [len(r.response_ids) for r in rollouts]
+        num_prompt = len(rollouts[0].prompt_ids)
+        mean = sum(rewards) / len(rewards)
         spread = torch.tensor(rewards).std(correction=0).item()
-        self.update({"mean": sum(rewards) / len(rewards), f"{source}/mean": sum(rewards) / len(rewards), "std": spread}, prefix="reward/")
+        self.update({"mean": mean, f"{source}/mean": mean, "std": spread}, prefix="reward/")
         self.add("reward/frac_zero_std", float(max(rewards) == min(rewards)))
-        self.add("prompt_length/mean", prompt_length)
-        self.add("prompt_length/max", prompt_length, reduction="max")
+        self.add("prompt_length/mean", num_prompt)
+        self.add("prompt_length/max", num_prompt, reduction="max")
         self.add("response_length/mean", sum(lengths) / len(lengths))
         self.add("response_length/max", max(lengths), reduction="max")
         self.add("response_length/min", min(lengths), reduction="min")
-        self.add("response_length/clip_ratio", sum(truncated) / len(truncated))
-        self.add("throughput/num_tokens", prompt_length + sum(lengths), reduction="sum")
+        self.add("response_length/clip_ratio", sum(r.truncated for r in rollouts) / len(rollouts))
+        self.add("throughput/num_tokens", num_prompt + sum(lengths), reduction="sum")
+
+    def add_layout(self, model: torch.nn.Module, sequences: Sequence, rows: Sequence, capacity: int, num_epochs: int) -> None:
+        """How full the rows of all minibatches are, and the update's model FLOPs, from this rank's sequences and rows."""
+        lengths = [len(s["tokens"]) for s in sequences]
+        config = model.config.get_text_config()
+        size = sum(p.numel() for p in model.parameters())
+        flops = model_flops(size, config.num_hidden_layers, config.hidden_size, lengths)
+        self.add("perf/model_flops", num_epochs * flops, reduction="sum")
+        for row in (row for minibatch in rows for row in minibatch):
+            used = len(row.tokens) if row.source else 0
+            self.add("packing/efficiency", used / max(capacity, used), max(capacity, used))
 
     def write_samples(self, step: int, samples: Iterable[dict]) -> None:
         """Append the first few of `samples` to samples.jsonl. Rank 0 alone writes."""
@@ -196,6 +210,7 @@ class Metrics:
             world = dist.get_world_size() if dist.is_initialized() else 1
             record["throughput/tokens_per_sec"] = tokens / step_s
             record["perf/tokens_per_sec_per_gpu"] = tokens / step_s / world
+        record.setdefault("communication/nccl_bw_gb", None)  # there is no bandwidth on one rank
         flops = record.pop("perf/model_flops", None)
         peak = peak_flops()
         if flops is not None:

@@ -33,6 +33,7 @@ cross-contamination" (arXiv:2107.02027).
 from __future__ import annotations
 
 import heapq
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -69,6 +70,24 @@ class BatchConfig:
                 f"--prompts-per-step {self.prompts_per_step}: must be divisible by --num-minibatches "
                 f"{self.num_minibatches}; try --prompts-per-step {nearest}"
             )
+
+    def minibatch_order(self, totals: Sequence[Mapping[str, int]], seed: object) -> list[int]:
+        """Each minibatch that has response tokens (by lay_out's totals) once per epoch; shuffled from the second epoch on."""
+        order = []
+        for epoch in range(self.num_epochs):
+            minibatches = list(range(self.num_minibatches))
+            if epoch:
+                random.Random(repr((seed, epoch))).shuffle(minibatches)
+            order += [m for m in minibatches if totals[m]["tokens"]]
+        return order
+
+    def describe(self, max_prompt_tokens: int, max_response_tokens: int) -> str:
+        """The batch arithmetic in a line."""
+        return (
+            f"{self.prompts_per_step} prompts x {self.group_size} = {self.num_samples} samples of up to {max_prompt_tokens} + "
+            f"{max_response_tokens} tokens; {self.num_epochs} epochs x {self.num_minibatches} minibatches of "
+            f"{self.num_samples // self.num_minibatches}, in rows of {self.tokens_per_row} tokens"
+        )
 
     @property
     def num_samples(self) -> int:

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,11 @@ class Rollout:
 
     def __post_init__(self):
         assert len(self.logprobs) == len(self.response_ids) > 0, (self.logprobs.shape, self.response_ids.shape)
+
+
+def sampling_seed(*place: object) -> int:
+    """A seed that follows from `place` (the run's seed, the step, ...) alone, so that a resumed run does not repeat samples."""
+    return random.Random(repr(place)).getrandbits(31)
 
 
 class _Engine:
