@@ -90,7 +90,7 @@ def group_advantages(
 
 
 def _global_mean_std(x: Tensor, mask: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (ddof 1) of x over mask and over the ranks of `group`; std 1 for a single entry."""
+    """Mean and standard deviation (ddof 1) of x over mask and over the ranks of `group`; (0, 0) for nothing."""
     # Two passes: E[x^2] - E[x]^2 loses all digits when the mean is large against the spread.
     total = torch.stack([torch.where(mask, x, 0.0).double().sum(), mask.sum().double()])
     if dist.is_initialized():
@@ -100,7 +100,7 @@ def _global_mean_std(x: Tensor, mask: Tensor, group: dist.ProcessGroup | None) -
     squares = torch.where(mask, (x.double() - mean) ** 2, 0.0).sum()
     if dist.is_initialized():
         dist.all_reduce(squares, group=group)
-    std = torch.where(total[1] > 1, (squares / (count - 1).clamp(min=1)).sqrt(), 1.0)
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
     return mean.to(x.dtype), std.to(x.dtype)
 
 

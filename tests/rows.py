@@ -7,13 +7,14 @@ from attention import use_packed_attention
 from packing import sequence
 
 VOCAB_SIZE = 61
-ARCHITECTURES = ("llama", "qwen2", "gemma", "gemma3")
+ARCHITECTURES = ("llama", "qwen2", "gemma", "gemma3", "gpt2")
 
 
 def make_model(architecture: str = "llama", *, seed: int = 0, **options) -> nn.Module:
     """A causal language model of 2 layers in fp32 with packed attention and random weights; `options` of its config.
 
-    qwen2 has biases; gemma and gemma3 a tied head; gemma3 a sliding window of 4 tokens in its first layer.
+    qwen2 has biases; gemma, gemma3 and gpt2 a tied head; gemma3 a sliding window of 4 tokens in its first layer; gpt2
+    learned positions, where a position that does not restart shows.
     """
     import transformers
 
@@ -24,12 +25,11 @@ def make_model(architecture: str = "llama", *, seed: int = 0, **options) -> nn.M
     sizes |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
     if architecture == "gemma3":
         sizes |= dict(sliding_window=4, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=8)
-    name = {"llama": "Llama", "qwen2": "Qwen2", "gemma": "Gemma", "gemma3": "Gemma3"}[architecture]
-    kind = "TextConfig" if architecture == "gemma3" else "Config"
-    config = getattr(transformers, name + kind)(**sizes | options)
+    name = {"llama": "Llama", "qwen2": "Qwen2", "gemma": "Gemma", "gemma3": "Gemma3Text", "gpt2": "GPT2"}[architecture]
+    config = getattr(transformers, f"{name}Config")(**sizes | options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+        model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
         for name, parameter in model.named_parameters():
             if "bias" in name:  # zeros would hide a bias that is left out
                 nn.init.normal_(parameter, std=0.3)

@@ -1,0 +1,267 @@
+"""Log-probabilities and entropy against full logits in float64, and in a quarter of their memory."""
+
+import ctypes
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import run_ranks
+from rows import ARCHITECTURES, VOCAB_SIZE, make_model, plain_logprobs, random_sequences
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from logprobs import head_logprobs, response_positions, token_logprobs
+from packing import pack, sequence, unpack
+
+
+def reference(hidden, weight, bias, targets, temperature, softcap):
+    """The same two results from all logits at once, in float64."""
+    z = hidden @ weight.t() + (0 if bias is None else bias)
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    log_p = (z / temperature).log_softmax(-1)
+    return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def relative_error(found, expected):
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_values_and_gradients_equal_those_of_all_logits_in_float64(has_bias, temperature, softcap, chunk):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(30, 16), torch.randn(97, 16)
+    targets = torch.randint(97, (30,))
+    inputs = [hidden, weight, torch.randn(97)] if has_bias else [hidden, weight]
+    on_logprobs, on_entropy = torch.randn(30), torch.randn(30)
+    bias = [None] * (not has_bias)
+    for use in ((1, 1), (1, 0), (0, 1)):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        logprobs, entropy = head_logprobs(*leaves, *bias, targets, temperature, softcap, chunk)
+        exact_leaves = [x.double().requires_grad_() for x in inputs]
+        exact = reference(*exact_leaves, *bias, targets, temperature, softcap)
+        torch.testing.assert_close(logprobs, exact[0].float(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(entropy, exact[1].float(), rtol=1e-5, atol=1e-5)
+        terms = [(logprobs, entropy, on_logprobs, on_entropy), (*exact, on_logprobs.double(), on_entropy.double())]
+        # A term that is left out, not multiplied by 0: its gradient does not arrive at all.
+        losses = [sum((x * w).sum() for x, w, used in zip(t[:2], t[2:], use, strict=True) if used) for t in terms]
+        found = torch.autograd.grad(losses[0], leaves)
+        expected = torch.autograd.grad(losses[1], exact_leaves)
+        assert max(map(relative_error, found, expected)) < 1e-5
+
+
+def test_bf16_products_keep_fp32_sums():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(40, 16).bfloat16(), torch.randn(3000, 16).bfloat16()
+    targets = torch.randint(3000, (40,))
+    logprobs, entropy = head_logprobs(hidden, weight, None, targets)
+    log_p = (hidden @ weight.t()).double().log_softmax(-1)  # from the logits that the sampler has as well
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs, log_p.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-5, atol=1e-5)
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    exact_leaves = [x.double().requires_grad_() for x in (hidden, weight)]
+    found = torch.autograd.grad(head_logprobs(*leaves, None, targets, chunk=4)[0].sum(), leaves)
+    expected = torch.autograd.grad(reference(*exact_leaves, None, targets, 1.0, None)[0].sum(), exact_leaves)
+    assert found[0].dtype == found[1].dtype == torch.bfloat16
+    assert max(map(relative_error, found, expected)) < 2e-2  # bf16 logits around 10 are off by up to 0.03
+
+
+def test_many_chunks_add_up_in_fp32_to_a_bf16_gradient():
+    hidden, weight = torch.ones(2000, 1).bfloat16(), torch.zeros(2, 1).bfloat16().requires_grad_()
+    logprobs, _ = head_logprobs(hidden, weight, None, torch.zeros(2000, dtype=torch.int64), chunk=1)
+    logprobs.sum().backward()
+    assert weight.grad.tolist() == [[1000.0], [-1000.0]]  # sums in bf16 stop at 128: 128 + 0.5 rounds to 128
+
+
+def from_logits(*logits, temperature=1.0):
+    """(logprob of word 0, entropy, gradient of their sum) where the head's bias is the logits."""
+    bias = torch.tensor(logits, requires_grad=True)
+    hidden, weight = torch.zeros(1, 2), torch.zeros(len(logits), 2)
+    logprobs, entropy = head_logprobs(hidden, weight, bias, torch.tensor([0]), temperature)
+    (logprobs + entropy).sum().backward()
+    return logprobs.item(), entropy.item(), bias.grad
+
+
+def test_temperature_divides_the_logits():
+    """trl#4159: the sampler's log-probabilities were tempered, the trainer's not."""
+    assert from_logits(1.0, 0.0, temperature=0.6)[0] == pytest.approx(-0.1730, abs=1e-4)
+    assert from_logits(1.0, 0.0)[0] == pytest.approx(-0.3133, abs=1e-4)
+
+
+def test_a_word_of_probability_0_leaves_entropy_and_gradients_finite():
+    """trl#2496, trl#7221: 0 times minus infinity."""
+    logprob, entropy, gradient = from_logits(0.0, 0.0, -math.inf)
+    assert logprob == pytest.approx(-math.log(2)) and entropy == pytest.approx(math.log(2))
+    torch.testing.assert_close(gradient, torch.tensor([0.5, -0.5, 0.0]))
+    logprob, entropy, gradient = from_logits(0.0, 200.0)
+    assert logprob == -200.0 and entropy == 0.0 and gradient.isfinite().all()
+
+
+def test_the_entropy_is_the_distributions_and_masked_positions_have_none():
+    """SkyRL#2259: not the negative log-probability of the sampled token, and no sentinel on pads."""
+    model = make_model()
+    nn.init.zeros_(model.lm_head.weight)
+    (row,) = pack([sequence(torch.tensor([5, 6, 7]), torch.tensor([8, 9, 10]))], 8)
+    _, entropy = token_logprobs(model, row)
+    torch.testing.assert_close(entropy, torch.tensor([0, 0, 0, 1, 1, 1]) * math.log(VOCAB_SIZE))
+
+
+class Bigram(nn.Module):
+    """A model whose next word depends on the current word alone: logits of word w are table[w]."""
+
+    config = SimpleNamespace()
+
+    def __init__(self, table):
+        super().__init__()
+        self.head = nn.Linear(*reversed(table.shape), bias=False)
+        self.head.weight = nn.Parameter(table.t().contiguous())
+
+    def get_decoder(self):
+        def decoder(input_ids, **boundaries):
+            return SimpleNamespace(last_hidden_state=nn.functional.one_hot(input_ids, len(self.head.weight)).float())
+
+        return decoder
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def test_the_logprob_of_a_token_comes_from_the_token_before_it_in_its_own_sequence():
+    """prime-rl#1525, ms-swift#8196: log-probabilities shifted by one against the mask."""
+    eos = 2
+    torch.manual_seed(0)
+    table = torch.randn(10, 10)
+    log_p = table.log_softmax(-1)
+    first = sequence(torch.tensor([5, 6]), torch.tensor([7, 8, eos]))
+    second = sequence(torch.tensor([3, 9]), torch.tensor([4]))
+    (row,) = pack([first, second], 8)
+    logprobs, entropy = token_logprobs(Bigram(table), row)
+    zero = torch.zeros(())
+    expected = [zero, zero, log_p[6, 7], log_p[7, 8], log_p[8, eos], zero, zero, log_p[9, 4]]
+    torch.testing.assert_close(logprobs, torch.stack(expected))
+    spread = -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close(entropy, torch.stack([zero, zero, *spread[[6, 7, 8]], zero, zero, spread[9]]))
+
+
+def test_response_positions_are_those_of_the_mask_in_order():
+    mask = torch.tensor([0, 1, 1, 0, 0, 1, 0], dtype=torch.bool)
+    assert response_positions(mask, 3).tolist() == [1, 2, 5]
+    assert response_positions(~mask, 4).tolist() == [0, 3, 4, 6]
+    assert response_positions(torch.zeros(3, dtype=torch.bool), 0).tolist() == []
+
+
+LENGTHS = [(3, 9), (5, 1), (2, 20), (7, 7)]
+
+
+def largest_difference(model, sequences, temperature):
+    (row,) = pack(sequences, 100)
+    found = token_logprobs(model, row, temperature=temperature, chunk=5)
+    largest = 0.0
+    for x, y, i in zip(*(unpack(row, x) for x in found), row.source, strict=True):
+        live = sequences[i]["response_mask"]
+        for mine, plain in zip((x, y), plain_logprobs(model, sequences[i]["tokens"], temperature), strict=True):
+            largest = max(largest, (mine - plain)[live].abs().max().item())
+            assert (mine[~live] == 0).all()
+    return largest
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packed_logprobs_equal_those_from_all_logits_of_the_models_own_forward(architecture, temperature):
+    """trl#3682: nothing is asked of the model's forward but the last hidden states."""
+    assert largest_difference(make_model(architecture), random_sequences(LENGTHS), temperature) < 1e-5
+
+
+def test_the_models_own_soft_cap_and_head_bias_are_applied():
+    capped = make_model("gemma3", final_logit_softcapping=2.0)
+    assert largest_difference(capped, random_sequences(LENGTHS), 0.7) < 1e-5
+    biased = make_model()
+    biased.lm_head.bias = nn.Parameter(torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(0)))
+    assert largest_difference(biased, random_sequences(LENGTHS), 0.7) < 1e-5
+
+
+def test_the_ratio_is_exactly_1_before_the_first_update_also_in_training_mode():
+    """minimind#814: old and new log-probabilities from two precisions, or with dropout in one of them."""
+    model = make_model(attention_dropout=0.5).train()
+    sequences = random_sequences(LENGTHS)
+    (row,) = pack(sequences, 100)
+    with torch.no_grad():
+        old_logprobs, old_entropy = token_logprobs(model, row)
+    logprobs, entropy = token_logprobs(model, row)
+    assert logprobs.equal(old_logprobs) and entropy.equal(old_entropy) and logprobs.requires_grad
+    for other in pack(sequences, 30):  # another layout: the same up to rounding
+        found = unpack(other, token_logprobs(model, other)[0])
+        for x, i in zip(found, other.source, strict=True):
+            expected = unpack(row, logprobs)[row.source.index(i)]
+            torch.testing.assert_close(x, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma"])
+def test_a_row_without_response_tokens_gives_every_parameter_a_zero_gradient(architecture):
+    model = make_model(architecture)
+    for row in pack(random_sequences([(4, 0)]), 8, num_rows=2):
+        model.zero_grad()
+        logprobs, entropy = token_logprobs(model, row)
+        assert (logprobs == 0).all() and (entropy == 0).all()
+        (logprobs.sum() + entropy.sum()).backward()
+        assert all((p.grad == 0).all() for p in model.parameters())  # None would hang FSDP's reduction
+
+
+def test_a_sharded_model_gives_the_same_in_training_and_without_gradients_and_stays_sharded():
+    sequences = random_sequences(LENGTHS)
+    (row,) = pack(sequences, 100)
+    expected = token_logprobs(make_model(), row)[0].detach()
+
+    def on_a_rank():
+        model = make_model()
+        for part in [*model.model.layers, model]:
+            fully_shard(part, reshard_after_forward=part is not model)
+        with torch.no_grad():
+            without = token_logprobs(model, row)[0]
+        within = token_logprobs(model, row)[0]
+        within.sum().backward()
+        return without, within.detach(), all(isinstance(p, DTensor) for p in model.parameters())
+
+    for without, within, is_sharded in run_ranks(2, on_a_rank):
+        torch.testing.assert_close(without, expected, rtol=1e-5, atol=1e-5)
+        assert within.equal(without) and is_sharded
+
+
+def test_rows_are_not_written_to():
+    (row,) = pack(random_sequences(LENGTHS), 100)
+    copy = replace(row, tokens=row.tokens.clone(), fields={name: x.clone() for name, x in row.fields.items()})
+    token_logprobs(make_model(), row)[0].sum().backward()
+    assert row.tokens.equal(copy.tokens) and all(x.equal(copy.fields[name]) for name, x in row.fields.items())
+
+
+def kib(name):
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if name in line)
+
+
+def peak_kib(way):
+    """Memory that the log-probabilities of 2,048 tokens and their gradient take on top of inputs, in this process."""
+    # Large blocks come from the system and go back at once, so that the peak is of what is alive (M_MMAP_THRESHOLD).
+    ctypes.CDLL(None).mallopt(-3, 65536)
+    hidden, weight = torch.randn(2048, 64, requires_grad=True), torch.randn(32000, 64, requires_grad=True)
+    targets = torch.randint(32000, (2048,))
+    before = kib("VmRSS")
+    if way == "plain":
+        log_p = (hidden @ weight.t()).log_softmax(-1)
+        log_p.gather(-1, targets[:, None]).sum().backward()
+    else:
+        head_logprobs(hidden, weight, None, targets)[0].sum().backward()
+    return kib("VmHWM") - before
+
+
+def test_the_memory_of_2048_tokens_and_32000_words_is_at_most_a_quarter_of_the_plain_way():
+    """The plain way is spared the entropy, which would take two more matrices there and none here."""
+    plain, chunked = (run_ranks(1, peak_kib, way)[0] for way in ("plain", "chunked"))
+    assert plain > 700_000  # three matrices of 250 MiB
+    assert chunked <= plain / 4
