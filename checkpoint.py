@@ -272,10 +272,18 @@ def _name_files(out_dir: Path, files: list[list[str]], total: int) -> None:
         (out_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
+def export(
+    buckets: Iterable[list[tuple[str, Tensor]]], path: str | Path, out_dir: str | Path, dtype: torch.dtype
+) -> None:
+    """Write a Hugging Face directory: the tensors of `buckets` (in `dtype`), with the other files of the model at `path`."""
+    save_safetensors(buckets, out_dir)
+    if _is_rank0():
+        copy_model_files(path, out_dir, dtype)
+    _barrier()
+
+
 def copy_model_files(path: str | Path, out_dir: str | Path, dtype: torch.dtype) -> None:
     """Copy config, tokenizer and generation config of the model at `path`; config.json states `dtype`. Rank 0 only."""
-    if not _is_rank0():
-        return
     Path(out_dir).mkdir(parents=True, exist_ok=True)
     for pattern in ("*.json", "*.jinja", "*.model", "*.txt"):
         for file in Path(path).glob(pattern):

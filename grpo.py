@@ -1,25 +1,23 @@
-"""GRPO: reinforcement learning of a language model from groups of its own samples, in one file and six phases a step.
+"""GRPO: reinforcement learning of a language model from groups of its own samples; one loop, six phases a step.
 
-    bash launch.sh grpo.py                # no arguments: a small built-in model learns to add, on a CPU, in minutes
-    torchrun --nproc-per-node 8 grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --data openai/gsm8k:main --reward.functions math
+    bash launch.sh grpo.py            # no arguments: a small built-in model learns to add, on a CPU, in minutes
+    bash launch.sh grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --data openai/gsm8k:main --rollout.max-response-tokens 512
 
-For each prompt the policy samples a group of responses; each is scored; a response's advantage is its reward less its group's mean,
-over the group's deviation. The policy then takes a few optimizer steps on the clipped surrogate. Variants are flags:
+For each prompt the policy samples a group of responses; each is scored; a response's advantage is its reward less its
+group's mean, over the group's deviation. The policy then takes optimizer steps on the clipped surrogate. As flags:
     Dr. GRPO   --advantage.no-scale-by-std --loss.normalize constant
     RLOO       --advantage.baseline leave_one_out --advantage.no-scale-by-std
     REINFORCE  --advantage.baseline batch
     DAPO       --loss.normalize token --resample-tries 8 --advantage.overlong-buffer 512
     GSPO       --loss.ratio sequence --loss.normalize sequence --loss.clip-low 3e-4 --loss.clip-high 4e-4
-
-All sizes are global: prompts_per_step is over all ranks, and the update does not depend on how many there are.
-Letters: P prompts, G samples per prompt, N tokens in a packed row. Source: Shao 2024 (DeepSeekMath, arXiv:2402.03300).
+All sizes are over all ranks. P prompts, G samples per prompt, N tokens in a row. Source: Shao 2024 (arXiv:2402.03300).
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,17 +25,17 @@ import tyro
 
 from advantages import AdvantageCache, AdvantageConfig, group_advantages, overlong_penalty
 from attention import use_packed_attention
-from checkpoint import GeneratorState, RunConfig, TrainState, command_line, copy_model_files, load, save, save_safetensors
+from checkpoint import GeneratorState, RunConfig, TrainState, command_line, export, load, save
 from comms import measure_bandwidth, quantize_gradients
 from data import DataConfig, Prompt, PromptStream, load_prompts, stop_token_ids, to_prompts
 from examples import addition
 from exchange import exchange
 from logprobs import token_logprobs, with_logprobs
 from losses import LossConfig, kl_estimate, masked_sum, policy_loss, sampler_correction, token_weights
-from metrics import LogConfig, Metrics
+from metrics import LogConfig, Metrics, total
 from model import ModelConfig, OptimConfig, copy_weights, find_model, init_distributed, learning_rate_at, load_policy
 from model import make_optimizer, memory_plan, optimizer_step
-from packing import BatchConfig, PackedRow, lay_out, sequence
+from packing import BatchConfig, PackedRow, empty_sequence, lay_out, sequence
 from reshard import iter_full_params, sync_weights, verify_sync
 from rewards import RewardConfig, Scorer
 from rollout import HfEngine, Rollout, RolloutConfig, VllmEngine, sampling_seed
@@ -58,7 +56,7 @@ class Args:
     seed: int = 0
     """Of the data order, of sampling, and of the built-in model."""
     resample_tries: int = 1
-    """Rounds of sampling to fill a step with groups that have spread (dynamic sampling); 1: take all groups as they are."""
+    """Rounds of sampling to fill a step with groups that have spread (dynamic sampling); 1: take all groups."""
     refresh_every: int = 0
     """Copy the policy into the reference every this many steps; 0: never."""
     eval_every: int = 0
@@ -69,8 +67,6 @@ class Args:
     """Compare the engine's weights with the trainer's after each sync, and stop on a difference."""
     quantize_gradients: bool = False
     """Reduce gradients over ranks in 8-bit blocks: a quarter of fp32's bytes, for slow links between hosts."""
-    bucket_mb: int = 512
-    """Memory in MiB that a weight sync may take: tensors are gathered in buckets."""
     timeout_s: float = 3600.0
     """Longest that a rank waits for the others; above the longest rollout or reward."""
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(name="grpo"))
@@ -86,27 +82,23 @@ class Args:
 
     def __post_init__(self):
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
-        if self.num_steps < 1 or self.resample_tries < 1 or self.learning_rate <= 0:
-            raise ValueError(
-                f"--num-steps {self.num_steps}, --resample-tries {self.resample_tries}: must be at least 1; "
-                f"--learning-rate {self.learning_rate}: must be above 0; try 200, 1 and 1e-6"
-            )
-        if self.batch.group_size < 2 and self.advantage.baseline != "batch":
-            raise ValueError(f"--group-size {self.batch.group_size}: must be at least 2; try --group-size 8")
-        if self.batch.tokens_per_row < longest:
-            raise ValueError(
-                f"--tokens-per-row {self.batch.tokens_per_row}: must hold --data.max-prompt-tokens "
-                f"{self.data.max_prompt_tokens} + --rollout.max-response-tokens {self.rollout.max_response_tokens}; "
-                f"try --tokens-per-row {longest}"
-            )
-        if self.rollout.eight_bit and self.loss.importance == "off":
-            raise ValueError("--loss.importance off: an 8-bit sampler is another policy than the trainer's; use token")
+        why = ", --data.max-prompt-tokens + --rollout.max-response-tokens"
+        batch, groups = self.batch, self.advantage.baseline != "batch"
+        corrected = self.loss.importance != "off" or not self.rollout.eight_bit
+        for flag, value, holds, rule in (
+            ("--num-steps", self.num_steps, self.num_steps >= 1, "at least 1; try 200"),
+            ("--learning-rate", self.learning_rate, self.learning_rate > 0, "above 0; try 1e-6"),
+            ("--resample-tries", self.resample_tries, self.resample_tries >= 1, "at least 1"),
+            ("--group-size", batch.group_size, batch.group_size >= 2 or not groups, "at least 2; try 8"),
+            ("--tokens-per-row", batch.tokens_per_row, batch.tokens_per_row >= longest, f"at least {longest}{why}"),
+            ("--loss.importance", self.loss.importance, corrected, "token: an 8-bit sampler is another policy"),
+        ):
+            if not holds:
+                raise ValueError(f"{flag} {value}: must be {rule}")
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """The responses to one prompt."""
-
     position: int  # of the prompt in this step's global order
     prompt: Prompt
     rollouts: list[Rollout]  # [G]
@@ -117,34 +109,28 @@ def main(args: Args) -> None:
     mesh = init_distributed(args.seed, args.timeout_s)
     path, tokenizer, stream, eval_prompts, scorer = prepare(args)
     policy = load_policy(path, mesh, args.model)
-    use_packed_attention(policy)
+    reference = load_policy(path, mesh, args.model, trainable=False) if args.loss.kl_coef else None
+    for model in filter(None, (policy, reference)):
+        use_packed_attention(model)
     if args.quantize_gradients:
         quantize_gradients(policy)
     optimizer = make_optimizer(policy, args.optim, args.learning_rate)
-    reference = None
-    if args.loss.kl_coef:
-        reference = load_policy(path, mesh, args.model, trainable=False)
-        use_packed_attention(reference)
-    stop_ids = stop_token_ids(path, tokenizer.eos_token_id)
     sizes = dict(max_prompt_tokens=args.data.max_prompt_tokens, num_samples=args.batch.num_samples)
     kind = VllmEngine if args.rollout.engine == "vllm" else HfEngine
-    engine = kind(path, args.rollout, **sizes, stop_ids=stop_ids, seed=args.seed)
-    to_engine = dict(dtype=engine.dtype, bucket_bytes=args.bucket_mb << 20)
+    engine = kind(path, args.rollout, **sizes, stop_ids=stop_token_ids(path, tokenizer.eos_token_id), seed=args.seed)
     cache = AdvantageCache()
     state = {"policy": TrainState(policy, optimizer), "stream": stream, "generators": GeneratorState()}
     first_step = load(args.run.directory / "checkpoints", state) if args.run.resume else 0
-    metrics = Metrics(
-        args.run.directory, args.log, first_step=first_step, num_steps=args.num_steps, settings=asdict(args)
-    )
+    metrics = Metrics(args.run.directory, args.log, args.num_steps, first_step=first_step, settings=asdict(args))
 
     for step in range(first_step, args.num_steps):
         is_last = step == args.num_steps - 1
         # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case; evaluation uses the same.
         with engine.awake():
             with metrics.timer("reshard"):
-                sync_weights(policy, engine, **to_engine)
+                sync_weights(policy, engine, dtype=engine.dtype)
                 if args.verify_sync:
-                    verify_sync(policy, engine, **to_engine)
+                    verify_sync(policy, engine, dtype=engine.dtype)
             if args.eval_every and (is_last or step % args.eval_every == 0):
                 with metrics.timer("eval"):
                     evaluate(args, engine, scorer, tokenizer, eval_prompts, metrics)
@@ -156,7 +142,7 @@ def main(args: Args) -> None:
             sequences, minibatches = to_sequences(args, groups, advantages)
             rows, totals = lay_out(sequences, minibatches, args.batch, exchange=exchange, like=EMPTY)
             metrics.add_layout(policy, sequences, rows, args.batch.tokens_per_row, args.batch.num_epochs)
-            metrics.write_samples(step, describe(groups, advantages, tokenizer))
+            metrics.write_samples(step, groups, advantages, tokenizer.decode)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
 
         # 4. Log-probabilities that stay fixed during the update; skipped where they are not needed.
@@ -193,26 +179,23 @@ def main(args: Args) -> None:
                 save(args.run.directory / "checkpoints", step + 1, state, keep=args.run.keep)
         metrics.log(step)
 
-    save_safetensors(iter_full_params(policy, **to_engine), args.run.directory / "hf")
-    copy_model_files(path, args.run.directory / "hf", engine.dtype)
+    export(iter_full_params(policy, dtype=engine.dtype), path, args.run.directory / "hf", engine.dtype)
     scorer.close()
 
 
-# A sequence of this run without tokens: the names and types that an empty row must have.
-NOTHING = torch.zeros(0, dtype=torch.int64)
-EMPTY = sequence(NOTHING, NOTHING, advantages=0.0, rollout_logprobs=0.0)
+EMPTY = empty_sequence("advantages", "rollout_logprobs")  # of a rank without samples
 
 
 def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer]:
-    """(model directory, tokenizer, stream, evaluation prompts, scorer): what can be refused, before a model is loaded."""
+    """(model directory, tokenizer, stream, evaluation prompts, scorer): all that can be refused, refused early."""
     from transformers import AutoTokenizer
 
     try:
         path = find_model(args.model_path, built_in=lambda: addition.cached_model(args.seed))
         tokenizer = AutoTokenizer.from_pretrained(path)
         if args.data_paths == ("built-in",):
-            rows = [addition.problems(held_out=held_out) for held_out in (False, True)]
-            datasets, evals = ([to_prompts(r, tokenizer, args.data, "addition")] for r in rows)
+            both = addition.problems(held_out=False), addition.problems(held_out=True)
+            datasets, evals = ([to_prompts(rows, tokenizer, args.data, "addition")] for rows in both)
         else:
             datasets = load_prompts(args.data_paths, tokenizer, args.data)
             evals = load_prompts(args.eval_paths, tokenizer, replace(args.data, weights=()))
@@ -238,41 +221,39 @@ def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer
 
 def sample_groups(args: Args, step: int, engine, scorer: Scorer, tokenizer, stream, metrics: Metrics) -> list[Group]:
     """This rank's groups; with dynamic sampling, rounds go on until enough groups have spread, or tries are up."""
-    kept: list[Group] = []
-    num_missing, num_seen = args.batch.prompts_per_step, 0
+    kept, num_missing, num_seen = [], args.batch.prompts_per_step, 0
     for attempt in range(args.resample_tries):
         prompts = stream.take(num_missing)
-        seed = sampling_seed(args.seed, step, attempt)
+        seed, size = sampling_seed(args.seed, step, attempt), args.batch.group_size
         with metrics.timer("rollout"):
-            drawn = draw(engine, scorer, tokenizer, prompts, args.batch.group_size, seed)
+            drawn = draw(engine, scorer, tokenizer, prompts, size, seed)
         with metrics.timer("reward"):
-            rewards, stats = scorer.collect(len(drawn) * args.batch.group_size)
+            rewards, stats = scorer.collect(len(drawn) * size)
         metrics.update(stats, len(rewards), prefix="reward/")
         for i, (position, rollouts) in enumerate(drawn.items()):
-            scores = rewards[i * len(rollouts) : (i + 1) * len(rollouts)]
+            scores = rewards[i * size : (i + 1) * size]
             metrics.add_group(prompts[position].source, scores, rollouts)
             if args.resample_tries == 1 or max(scores) > min(scores):
                 kept.append(Group(num_seen + position, prompts[position], rollouts, scores))
         num_seen += len(prompts)
         num_missing = args.batch.prompts_per_step - int(total(torch.tensor(float(len(kept)))))
         if num_missing == 0:
-            break
-    if num_missing and dist.get_rank() == 0:
+            return kept
+    if args.resample_tries > 1 and metrics.is_rank0:
         print(f"warning: step {step + 1} lacks {num_missing} groups with spread after --resample-tries {attempt + 1}")
     return kept
 
 
 def draw(engine, scorer: Scorer, tokenizer, prompts: list[Prompt], num_samples: int, seed: int, temperature=None):
     """{position: rollouts} for the prompts that this rank owns; each response goes to the scorer as soon as it ends."""
-
     def submit(index: int, position: int, rollout: Rollout) -> None:
         prompt = prompts[position]
         response = tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
         known = dict(prompt=prompt.text, response=response, answer=prompt.answer, truncated=rollout.truncated)
         scorer.submit(index, prompt.columns | known)
 
-    ids = [prompt.prompt_ids for prompt in prompts]
-    return engine.generate_share(ids, num_samples, temperature=temperature, seed=seed, on_finished=submit)
+    how = dict(temperature=temperature, seed=seed, on_finished=submit)
+    return engine.generate_share([prompt.prompt_ids for prompt in prompts], num_samples, **how)
 
 
 def evaluate(args: Args, engine, scorer: Scorer, tokenizer, prompts: list[Prompt], metrics: Metrics) -> None:
@@ -282,8 +263,10 @@ def evaluate(args: Args, engine, scorer: Scorer, tokenizer, prompts: list[Prompt
         rewards, _ = scorer.collect(len(drawn) * k)
         for i, position in enumerate(drawn):
             mine = rewards[i * k : (i + 1) * k]
-            greedy = {"reward": mine[0], f"{prompts[position].source}/reward": mine[0]}
-            metrics.update({f"mean@{k}": sum(mine) / k, f"pass@{k}": max(mine)} if temperature else greedy, prefix="eval/")
+            found = {"reward": mine[0], f"{prompts[position].source}/reward": mine[0]}
+            if temperature > 0:
+                found = {f"mean@{k}": sum(mine) / k, f"pass@{k}": max(mine)}
+            metrics.update(found, prefix="eval/")
 
 
 def compare(args: Args, groups: list[Group]) -> torch.Tensor:
@@ -296,39 +279,29 @@ def compare(args: Args, groups: list[Group]) -> torch.Tensor:
 
 
 def to_sequences(args: Args, groups: list[Group], advantages: torch.Tensor) -> tuple[list[dict], list[int]]:
-    """This rank's samples, and the minibatch of each: equal slices of all ranks' prompts, in their global order."""
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [g.position for g in groups])
-    place = {position: i for i, position in enumerate(sorted(sum(everyone, [])))}
+    """This rank's samples, and the minibatch of each. Collective."""
     sequences, minibatches = [], []
-    for group, row in zip(groups, advantages.tolist(), strict=True):
+    places = args.batch.minibatches([g.position for g in groups])
+    for group, row, minibatch in zip(groups, advantages.tolist(), places, strict=True):
         for rollout, advantage in zip(group.rollouts, row, strict=True):
             learn = not (rollout.truncated and args.advantage.mask_truncated)
-            fields = dict(advantages=advantage, rollout_logprobs=rollout.logprobs)
-            sequences.append(sequence(rollout.prompt_ids, rollout.response_ids, learn=learn, **fields))
-            minibatches.append(place[group.position] * args.batch.num_minibatches // len(place))
+            fields = dict(learn=learn, advantages=advantage, rollout_logprobs=rollout.logprobs)
+            sequences.append(sequence(rollout.prompt_ids, rollout.response_ids, **fields))
+            minibatches.append(minibatch)
     return sequences, minibatches
 
 
-def describe(groups: list[Group], advantages: torch.Tensor, tokenizer):
-    """One response of each group, for samples.jsonl."""
-    for group, row in zip(groups, advantages.tolist(), strict=True):
-        response = tokenizer.decode(group.rollouts[0].response_ids)
-        yield dict(prompt=group.prompt.text, response=response, reward=group.rewards[0], advantage=row[0])
-
-
-def row_loss(args: Args, policy, row: PackedRow, totals: dict[str, int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def row_loss(args: Args, policy, row: PackedRow, totals: dict[str, int]) -> tuple[torch.Tensor, dict]:
     """This row's part of the minibatch's loss, and its statistics as means over the row's response tokens."""
     how, fields, mask = args.loss, row.fields, row.fields["response_mask"]
     logprobs, entropy = token_logprobs(policy, row, temperature=args.rollout.temperature)
     old_logprobs = fields.get("old_logprobs", logprobs.detach())  # one optimizer step per batch: old is current
-    correction = dict(kind=how.importance, cap=how.importance_cap)
-    weights, mismatch = sampler_correction(
-        old_logprobs, fields["rollout_logprobs"], mask, row.cu_seqlens, **correction
-    )
+    pair = old_logprobs, fields["rollout_logprobs"]
+    correct = dict(kind=how.importance, cap=how.importance_cap)
+    weights, mismatch = sampler_correction(*pair, mask, row.cu_seqlens, **correct)
     each, normalizer = token_weights(how.normalize, mask, row.cu_seqlens, totals, args.rollout.max_response_tokens)
-    scale = dict(normalizer=normalizer, token_weights=each, importance_weights=weights, cu_seqlens=row.cu_seqlens)
-    clips = dict(clip_low=how.clip_low, clip_high=how.clip_high, ratio=how.ratio)
+    clips = dict(clip_low=how.clip_low, clip_high=how.clip_high, ratio=how.ratio, cu_seqlens=row.cu_seqlens)
+    scale = dict(normalizer=normalizer, token_weights=each, importance_weights=weights)
     loss, stats = policy_loss(logprobs, old_logprobs, fields["advantages"], mask, **clips, **scale)
     num_tokens = max(1, row.num_response_tokens)
     stats |= {"pg_loss": loss * totals["tokens"] / num_tokens, "entropy": masked_sum(entropy, mask) / num_tokens}
@@ -340,12 +313,6 @@ def row_loss(args: Args, policy, row: PackedRow, totals: dict[str, int]) -> tupl
         loss = loss - how.entropy_coef * masked_sum(entropy * each, mask) / normalizer
     prefixed = {f"actor/{name}": x.detach() for name, x in stats.items()}
     return loss, prefixed | {f"rollout_corr/{name}": x for name, x in mismatch.items()}
-
-
-def total(x: torch.Tensor) -> float:
-    """The sum of x over all ranks."""
-    dist.all_reduce(x)
-    return x.item()
 
 
 if __name__ == "__main__":

@@ -23,12 +23,11 @@ Source: Chowdhery 2022 (PaLM, arXiv:2204.02311, appendix B) for MFU; verl's name
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +57,7 @@ class LogConfig:
 class Metrics:
     """Collects one step's numbers and writes them; `log` is a collective, everything else is local and needs no sync."""
 
-    def __init__(self, out_dir: str | Path, config: LogConfig, *, num_steps: int, first_step: int = 0, settings: dict | None = None):
+    def __init__(self, out_dir: str | Path, config: LogConfig, num_steps: int, *, first_step: int = 0, settings=None):
         """Records of steps from first_step on, left by a run that died after its last save, are dropped. settings: for wandb."""
         self.out_dir = Path(out_dir)
         self.config = config
@@ -129,12 +128,14 @@ class Metrics:
             used = len(row.tokens) if row.source else 0
             self.add("packing/efficiency", used / max(capacity, used), max(capacity, used))
 
-    def write_samples(self, step: int, samples: Iterable[dict]) -> None:
-        """Append the first few of `samples` to samples.jsonl. Rank 0 alone writes."""
+    def write_samples(self, step: int, groups: Sequence, advantages: Tensor, decode: Callable[[Tensor], str]) -> None:
+        """Append one response of each of the first few groups to samples.jsonl. Rank 0 alone writes."""
         if self.is_rank0:
             with open(self.out_dir / "samples.jsonl", "a") as file:
-                for sample in itertools.islice(samples, self.config.samples_per_step):
-                    file.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
+                for group, row in zip(groups[: self.config.samples_per_step], advantages.tolist(), strict=False):
+                    sample = dict(step=step, prompt=group.prompt.text, response=decode(group.rollouts[0].response_ids))
+                    sample |= dict(answer=group.prompt.answer, reward=group.rewards[0], advantage=row[0])
+                    file.write(json.dumps(sample, ensure_ascii=False) + "\n")
 
     @contextlib.contextmanager
     def timer(self, name: str) -> Iterator[None]:
@@ -270,6 +271,13 @@ def _keep_before(file: Path, step: int) -> None:
     lines = file.read_text().splitlines() if file.exists() else []
     kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < step]
     file.write_text("".join(line + "\n" for line in kept))
+
+
+def total(x: Tensor) -> float:
+    """The sum of the scalar x over all ranks, which is added in place. Collective."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x.item()
 
 
 def peak_flops() -> float | None:

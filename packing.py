@@ -81,6 +81,15 @@ class BatchConfig:
             order += [m for m in minibatches if totals[m]["tokens"]]
         return order
 
+    def minibatches(self, positions: Sequence[int]) -> list[int]:
+        """The minibatch of each of this rank's prompts: equal slices of all ranks' prompts by position. Collective."""
+        everyone: list = [list(positions)]
+        if dist.is_initialized():
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, list(positions))
+        place = {position: i for i, position in enumerate(sorted(sum(everyone, [])))}
+        return [place[position] * self.num_minibatches // len(place) for position in positions]
+
     def describe(self, max_prompt_tokens: int, max_response_tokens: int) -> str:
         """The batch arithmetic in a line."""
         return (
@@ -249,6 +258,12 @@ def sequence(
         made[name] = torch.zeros(num_prompt + num_response)
         made[name][num_prompt:] = value
     return made
+
+
+def empty_sequence(*response_fields: str) -> dict[str, Tensor]:
+    """A sequence without tokens, for its names and types: what an empty row must have on a rank without sequences."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return sequence(nothing, nothing, **dict.fromkeys(response_fields, 0.0))
 
 
 def lay_out(

@@ -112,7 +112,7 @@ class Rollout:
 
 
 def sampling_seed(*place: object) -> int:
-    """A seed that follows from `place` (the run's seed, the step, ...) alone, so that a resumed run does not repeat samples."""
+    """A seed that follows from `place` (the run's seed, the step, ...) alone: a resumed run does not repeat samples."""
     return random.Random(repr(place)).getrandbits(31)
 
 
