@@ -1,0 +1,185 @@
+"""Packed attention against masked attention in float64: within sequences, within windows, and at what cost."""
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rows import make_model, random_sequences
+from torch import nn
+
+from attention import packed_attention, use_packed_attention
+from logprobs import token_logprobs
+from packing import pack
+
+
+def boundaries(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def inputs(num_tokens, heads=4, kv_heads=2, size=8, seed=0, **options):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(1, heads, num_tokens, size), (1, kv_heads, num_tokens, size), (1, kv_heads, num_tokens, size)]
+    return [torch.randn(shape, generator=generator).to(**options).requires_grad_() for shape in shapes]
+
+
+def attend(q, k, v, lengths, **options):
+    cu_seqlens = boundaries(lengths).to(q.device)
+    return packed_attention(
+        nn.Identity(), q, k, v, None, cu_seq_lens_q=cu_seqlens, max_length_q=max(lengths), **options
+    )[0]
+
+
+def reference(q, k, v, lengths, scaling=None, sliding_window=None):
+    """[1, N, H, D] by one matrix of all scores, in float64, with what must not be seen at minus infinity."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * (scaling or q.shape[-1] ** -0.5)
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    distance = torch.arange(len(owner))[:, None] - torch.arange(len(owner))
+    seen = (owner[:, None] == owner) & (distance >= 0)
+    if sliding_window:
+        seen &= distance < sliding_window
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+
+LENGTHS = [5, 1, 9, 5, 2, 9, 17, 1]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("options", [{}, {"scaling": 0.2}, {"sliding_window": 4}, {"sliding_window": 100}], ids=str)
+def test_each_token_attends_to_the_past_of_its_own_sequence(kv_heads, options):
+    tensors = inputs(sum(LENGTHS), kv_heads=kv_heads)
+    found, expected = attend(*tensors, LENGTHS, **options), reference(*tensors, LENGTHS, **options)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad((found * weights).sum(), tensors)
+    exact = torch.autograd.grad((expected * weights).sum(), tensors)
+    for x, y in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)  # sums of some 20 terms
+
+
+def test_missing_boundaries_raise_instead_of_attending_over_the_row():
+    q, k, v = inputs(6)
+    with pytest.raises(ValueError, match="Identity got no cu_seq_lens_q: pass the row's cu_seqlens"):
+        packed_attention(nn.Identity(), q, k, v, None)
+    model = make_model()
+    with pytest.raises(ValueError, match="LlamaAttention got no cu_seq_lens_q"):
+        model(torch.ones(1, 6, dtype=torch.int64), use_cache=False)
+
+
+@pytest.mark.parametrize("option", ["softcap", "s_aux", "attention_mask", "two rows"])
+def test_what_the_backends_do_not_compute_is_refused(option):
+    q, k, v = (x.detach() for x in inputs(6))
+    mask = torch.ones(6, 6, dtype=torch.bool) if option == "attention_mask" else None
+    options = {"softcap": {"softcap": 30.0}, "s_aux": {"s_aux": torch.zeros(4)}}.get(option, {})
+    if option == "two rows":
+        q, k, v = (x.repeat(2, 1, 1, 1) for x in (q, k, v))
+    with pytest.raises(ValueError, match="one row without a mask, and has no soft-cap or attention sinks; use a model"):
+        packed_attention(nn.Identity(), q, k, v, mask, cu_seq_lens_q=boundaries([6]), max_length_q=6, **options)
+
+
+MIXED = dict(vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("Bloom", {}, "code of its own"),  # computes alibi attention itself
+        ("Lfm2", {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2}, "conv"),
+        ("RecurrentGemma", {}, "code of its own"),
+        ("Mamba", {}, ""),
+    ],
+)
+def test_a_model_that_mixes_tokens_by_other_ways_is_refused(name, options, reason):
+    """Each of these runs with packed attention chosen, and lets neighbours through in silence."""
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**MIXED | options)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=f"mixes tokens by {reason}.* use a model of full or sliding-window attention"):
+        use_packed_attention(model)
+
+
+def test_defaults_that_lose_the_boundaries_elsewhere_do_not_here():
+    """With Transformers' sdpa an all-ones mask or a cache in evaluation mode changes log-probabilities by about 2."""
+    model = make_model().eval()
+    (row,) = pack(random_sequences([(3, 9), (5, 1), (2, 20)]), 50)
+    known = dict(position_ids=row.position_ids[None], cu_seq_lens_q=row.cu_seqlens, cu_seq_lens_k=row.cu_seqlens)
+    known |= dict(max_length_q=row.max_seqlen, max_length_k=row.max_seqlen)
+    with torch.no_grad():
+        expected = model(row.tokens[None], use_cache=False, **known).logits
+        assert model(row.tokens[None], **known).logits.equal(expected)
+        mask = torch.ones(1, len(row.tokens), dtype=torch.int64)
+        assert model(row.tokens[None], attention_mask=mask, **known).logits.equal(expected)
+
+
+def test_gradient_checkpointing_keeps_the_boundaries_in_the_recomputed_forward():
+    model = make_model("gemma3").train()
+    (row,) = pack(random_sequences([(3, 9), (5, 1), (2, 20)]), 50)
+
+    def gradients():
+        model.zero_grad()
+        token_logprobs(model, row)[0].sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = gradients()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    calls = []
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    for x, y in zip(gradients(), plain, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5 * y.abs().max().item())
+    handle.remove()
+    assert len(calls) == 2  # it was recomputed
+
+
+def test_there_is_one_kernel_call_per_length(monkeypatch):
+    calls = []
+    real = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: calls.append(a) or real(*a, **k))
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(5, 16, (512,), generator=generator).tolist()
+    attend(*inputs(sum(lengths)), lengths)
+    assert len(calls) == len(set(lengths)) == 11
+
+
+def best_time_s(run, tries=8):
+    """CPU time of the fastest of several runs: other processes on the machine can only add to it."""
+    times = []
+    for _ in range(tries):
+        start = time.thread_time()
+        run()
+        times.append(time.thread_time() - start)
+    return min(times)
+
+
+@pytest.mark.parametrize("lengths", ["512 of 10", "512 of 5 to 15"])
+def test_many_short_sequences_cost_at_most_three_padded_calls(lengths):
+    """Forward and backward. Slices of the row in a loop cost 25 padded calls."""
+    drawn = torch.randint(5, 16, (512,), generator=torch.Generator().manual_seed(0)).tolist()
+    lengths = [10] * 512 if lengths == "512 of 10" else drawn
+    tensors = inputs(sum(lengths), size=32)
+    padded = [x.detach().new_zeros(512, x.shape[1], max(lengths), 32).requires_grad_() for x in tensors]
+
+    def packed_call():
+        attend(*tensors, lengths).sum().backward()
+
+    def padded_call():
+        F.scaled_dot_product_attention(*padded, is_causal=True, enable_gqa=True).sum().backward()
+
+    assert best_time_s(packed_call) <= 3 * best_time_s(padded_call)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("options", [{}, {"scaling": 0.2}, {"sliding_window": 4}], ids=str)
+def test_the_gpu_kernel_attends_as_the_cpu_segments_do(kv_heads, options):
+    lengths = [5, 1, 200, 5, 33]
+    on_cpu = inputs(sum(lengths), kv_heads=kv_heads, size=64)
+    on_gpu = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in on_cpu]
+    expected, found = attend(*on_cpu, lengths, **options), attend(*on_gpu, lengths, **options)
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=2e-2, atol=2e-2)  # bf16 has 8 bits
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    exact = torch.autograd.grad((expected * weights).sum(), on_cpu)
+    for x, y in zip(torch.autograd.grad((found.float() * weights.cuda()).sum(), on_gpu), exact, strict=True):
+        assert (x.float().cpu() - y).norm() < 2e-2 * y.norm()
