@@ -22,6 +22,7 @@ What we give up: streaming of data sets that do not fit in memory.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,6 +191,11 @@ def stop_token_ids(path: str, *more: int | None) -> list[int]:
         eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
         ids.update([eos] if isinstance(eos, int) else eos or [])
     return sorted(ids)
+
+
+def sampling_seed(*place: object) -> int:
+    """A seed that follows from `place` (the run's seed, the step, ...) alone: a resumed run does not repeat samples."""
+    return random.Random(repr(place)).getrandbits(31)
 
 
 class PromptStream:

@@ -27,7 +27,7 @@ from advantages import AdvantageCache, AdvantageConfig, group_advantages, overlo
 from attention import use_packed_attention
 from checkpoint import GeneratorState, RunConfig, TrainState, command_line, export, load, save
 from comms import measure_bandwidth, quantize_gradients
-from data import DataConfig, Prompt, PromptStream, load_prompts, stop_token_ids, to_prompts
+from data import DataConfig, Prompt, PromptStream, load_prompts, sampling_seed, stop_token_ids, to_prompts
 from examples import addition
 from exchange import exchange
 from logprobs import token_logprobs, with_logprobs
@@ -38,7 +38,7 @@ from model import make_optimizer, memory_plan, optimizer_step
 from packing import BatchConfig, PackedRow, empty_sequence, lay_out, sequence
 from reshard import iter_full_params, sync_weights, verify_sync
 from rewards import RewardConfig, Scorer
-from rollout import HfEngine, Rollout, RolloutConfig, VllmEngine, sampling_seed
+from rollout import HfEngine, Rollout, RolloutConfig, VllmEngine
 
 
 @dataclass(frozen=True)

@@ -5,35 +5,29 @@ CUDA graphs. On GPUs of its own, half of the hardware waits for the other half. 
 each GPU, and the engine must give its memory back and take new weights every step.
 
 How it works. One vLLM engine per tensor-parallel group of consecutive ranks, inside the training processes: with 4
-ranks and size 2, ranks 0, 1 are engine 0 and ranks 2, 3 engine 1. An engine's states have one owner and one way
-through:
+ranks and size 2, ranks 0, 1 are engine 0 and ranks 2, 3 engine 1. An engine's states have one owner, and one order:
     asleep --awake()--> weights --load_weights()--> ready --generate()--> ready --end of awake()--> asleep
-- Level-2 sleep discards the weights; waking restores their memory, not their values. So `generate` demands
-  `load_weights`.
+- Level-2 sleep discards the weights; waking restores their memory alone. So `generate` demands `load_weights`.
 - `load_weights` wakes the KV cache last, when the trainer's buckets are gone, and resets the prefix cache: cached keys
   belong to the old policy and would be reused without a word.
 Where sleep is off (CPU, sleep_level 0) the states are the same and no memory moves.
-
 What comes back is token ids, each with its log-probability under the tempered distribution that it was drawn from;
 never text. Whether a response was cut is the engine's finish reason, never a guess from its length or its last token.
-
-Seeds. On GPU and with tensor parallelism each request has its own seed, so a sample depends on (seed, prompt, sample)
-and not on its neighbours. On CPU vLLM walks over seeded requests one by one, so one seed is set per call.
+On GPU and with tensor parallelism each request has its own seed, so a sample depends on (seed, prompt, sample) and not
+on its neighbours. On CPU vLLM walks over seeded requests one by one, so one seed is set per call.
 
 `HfEngine` has the same methods on top of Transformers' `generate`, with its own unsharded copy of the model (`generate`
-through a sharded model hangs when ranks stop at different lengths). Slower, with fewer parts: the reference for the
-other.
+through a sharded model hangs when ranks stop at different lengths). Slower, with fewer parts: a reference.
 
-What we give up: sampling while training, tools, and top-p or top-k in training (the sampler's distribution would be cut
-where the trainer's is not, and every ratio off by the mass that was cut).
+What we give up: sampling while training, tools, top-p and top-k (the sampler's distribution would be cut, ours not).
 Sources: Kwon 2023 (PagedAttention, arXiv:2309.06180); Sheng 2024 (HybridFlow, arXiv:2409.19256).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +77,7 @@ class RolloutConfig:
     def __post_init__(self):
         world = int(os.environ.get("WORLD_SIZE", 1))
         divisors = [n for n in range(1, world + 1) if world % n == 0]
+        only_vllm = "vllm: hf has neither tensor parallelism nor 8 bits"
         rules = [
             ("temperature", 0 < self.temperature <= 2, "above 0 and at most 2 in training; try 1.0"),
             ("top_p", self.top_p == 1, "1: the trainer's probabilities are those of the whole distribution"),
@@ -90,8 +85,7 @@ class RolloutConfig:
             ("tensor_parallel_size", self.tensor_parallel_size in divisors, f"a divisor of the {world} ranks; try 1"),
             ("memory_fraction", 0 < self.memory_fraction < 1, "between 0 and 1; try 0.45"),
             ("length_bins", self.length_bins >= 0, "at least 0 (off)"),
-            ("engine", self.engine == "vllm" or self.tensor_parallel_size == 1, "vllm for tensor parallelism"),
-            ("engine", self.engine == "vllm" or not self.eight_bit, "vllm for an 8-bit engine"),
+            ("engine", self.engine == "vllm" or (self.tensor_parallel_size, self.eight_bit) == (1, False), only_vllm),
         ]
         for name, holds, rule in rules:
             if not holds:
@@ -111,11 +105,6 @@ class Rollout:
         assert len(self.logprobs) == len(self.response_ids) > 0, (self.logprobs.shape, self.response_ids.shape)
 
 
-def sampling_seed(*place: object) -> int:
-    """A seed that follows from `place` (the run's seed, the step, ...) alone: a resumed run does not repeat samples."""
-    return random.Random(repr(place)).getrandbits(31)
-
-
 class _Engine:
     """The states, and what both engines promise. num_samples: responses of a step over all engines."""
 
@@ -125,19 +114,17 @@ class _Engine:
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.num_samples = -(-num_samples * config.tensor_parallel_size // world)
         self.max_model_len = max_prompt_tokens + config.max_response_tokens
-        self.config = config
-        self.stop_ids = stop_ids
+        self.config, self.stop_ids = config, stop_ids
         self.dtype = torch.bfloat16 if torch.cuda.is_available() or config.eight_bit else torch.float32
         self.state: Literal["asleep", "weights", "ready"] = "asleep"
-        self.llm = None  # vLLM's object, where that is the engine
-        self.sleeps = False
-        self.expected_lengths: dict[int, float] = {}  # by hash of the prompt: mean length of its last responses
+        self.llm, self.sleeps = None, False  # vLLM's object, where that is the engine; whether memory moves
+        self.expected_lengths: dict[int, int] = {}  # by hash of the prompt: length of its response that ended last
         self._build(path, seed)
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
         """Inside, the engine's weights have memory. It must load_weights before it can generate; then it sleeps."""
-        self._require(("asleep",), "awake() may not be nested")
+        self._require("asleep", "awake() may not be nested")
         if self.sleeps:
             # The trainer's cached blocks count as used: without this the engine's wake-up runs out of memory.
             torch.cuda.empty_cache()
@@ -152,15 +139,13 @@ class _Engine:
 
         Collective, as far as making the buckets is. Raises RuntimeError if a parameter of the engine got no tensor.
         """
-        self._require(("weights", "ready"), "load_weights() needs `with engine.awake():` around it")
-        num_bytes = 0
+        self._require("weights ready", "load_weights() needs `with engine.awake():` around it")
+        sizes: list[int] = []
 
         def stream() -> Iterator[tuple[str, Tensor]]:
-            nonlocal num_bytes
-            for bucket in buckets:
-                for name, tensor in bucket:
-                    num_bytes += tensor.numel() * tensor.element_size()
-                    yield name, tensor
+            for name, tensor in itertools.chain.from_iterable(buckets):
+                sizes.append(tensor.numel() * tensor.element_size())
+                yield name, tensor
 
         missing = self._load(stream())
         if missing:
@@ -170,7 +155,7 @@ class _Engine:
         if self.llm is not None and not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
         self.state = "ready"
-        return num_bytes
+        return sum(sizes)
 
     def generate(
         self,
@@ -186,23 +171,20 @@ class _Engine:
         temperature None: the configured one; 0: greedy. seed: same seed and prompts, same responses; None: unseeded.
         on_finished(index, rollout) is called as each response ends, while others still run.
         """
-        self._require(("ready",), "generate() needs load_weights() first, inside `with engine.awake():`")
+        self._require("ready", "generate() needs load_weights() first, inside `with engine.awake():`")
         temperature = self.config.temperature if temperature is None else temperature
         rollouts: list[Rollout | None] = [None] * (len(prompts) * num_samples)
 
         def finish(index: int, rollout: Rollout) -> None:
             rollouts[index] = rollout
+            self.expected_lengths[hash(tuple(prompts[index // num_samples]))] = len(rollout.response_ids)
             if on_finished is not None:
                 on_finished(index, rollout)
 
-        if seed is None:  # drawn here: the generators are put back after sampling
-            seed = int(torch.randint(1 << 31, ()))
+        seed = int(torch.randint(1 << 31, ())) if seed is None else seed  # the generators are put back after sampling
         with _globals_restored():
             torch.manual_seed(seed)
             self._run(prompts, num_samples, temperature, seed, finish)
-        for p, prompt in enumerate(prompts):
-            lengths = [len(r.response_ids) for r in rollouts[p * num_samples : (p + 1) * num_samples]]
-            self.expected_lengths[hash(tuple(prompt))] = sum(lengths) / len(lengths)
         return rollouts
 
     def generate_share(
@@ -235,8 +217,8 @@ class _Engine:
             if position in owned:
                 on_finished(owned.index(position) * num_samples + index % num_samples, position, rollout)
 
-        options = dict(temperature=temperature, seed=seed + start * num_samples, on_finished=finished)
-        rollouts = self.generate(prompts[start:stop], num_samples, **options) if start < stop else []
+        how = dict(temperature=temperature, seed=seed + start * num_samples, on_finished=finished)
+        rollouts = self.generate(prompts[start:stop], num_samples, **how) if start < stop else []
         return {p: rollouts[(p - start) * num_samples : (p - start + 1) * num_samples] for p in owned}
 
     def _sleep(self) -> None:
@@ -244,8 +226,8 @@ class _Engine:
             self.llm.sleep(level=self.config.sleep_level)
         self.state = "asleep"
 
-    def _require(self, states: tuple[str, ...], message: str) -> None:
-        if self.state not in states:
+    def _require(self, states: str, message: str) -> None:
+        if self.state not in states.split():
             raise RuntimeError(f"{message} (the engine is {self.state})")
 
 
@@ -267,9 +249,8 @@ class VllmEngine(_Engine):
         # What ranks share on CPU has the same name in every job; left behind by a killed one, it would fail the next.
         for file in Path("/dev/shm").glob("*-cpushm_*"):
             file.unlink(missing_ok=True)
-        # Deleting the engine would destroy the trainer's process group; 0.26 has no finalizer to take that off.
-        if hasattr(self.llm.llm_engine.engine_core, "_finalizer"):
-            self.llm.llm_engine.engine_core._finalizer.detach()
+        if finalizer := getattr(self.llm.llm_engine.engine_core, "_finalizer", None):
+            finalizer.detach()  # deleting the engine would destroy the trainer's process group (0.26 has none)
         self.sleeps = self.on_gpu and self.config.sleep_level > 0
         self._sleep()
 
@@ -295,10 +276,9 @@ class VllmEngine(_Engine):
             arguments["kv_cache_memory_bytes"] = int((config.kv_cache_gb or 0.25) * 2**30)
         if not self.on_gpu:  # a seeded request whose prompt is split over two steps fails on CPU
             return arguments | dict(enforce_eager=True, enable_chunked_prefill=False)
-        sizes = [1, 2, 4] + [s for s in range(8, max_num_seqs, 8) if s <= 64 or s % 32 == 0] + [max_num_seqs]
-        graphs = dict(cudagraph_capture_sizes=sorted(set(sizes)))
-        can_sleep = config.sleep_level > 0
-        return arguments | dict(enable_sleep_mode=can_sleep, async_scheduling=True, compilation_config=graphs)
+        sizes = {1, 2, 4, *(s for s in range(8, max_num_seqs, 8) if s <= 64 or s % 32 == 0), max_num_seqs}
+        graphs = dict(compilation_config=dict(cudagraph_capture_sizes=sorted(sizes)), async_scheduling=True)
+        return arguments | graphs | dict(enable_sleep_mode=config.sleep_level > 0)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -322,28 +302,23 @@ class VllmEngine(_Engine):
         own_seeds = self.on_gpu or self.config.tensor_parallel_size > 1
         for p in self._submission_order(prompts):
             for index in range(p * num_samples, (p + 1) * num_samples):
-                request_seed = seed + index if own_seeds else None
-                params = self._sampling_params(temperature, request_seed)
+                params = self._sampling_params(temperature, seed + index if own_seeds else None)
                 engine.add_request(str(index), {"prompt_token_ids": prompts[p]}, params)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
                     index, response = int(output.request_id), output.outputs[0]
-                    # "length" is the limit; eos, stop ids and stop strings are all "stop".
-                    truncated = response.finish_reason == "length"
+                    truncated = response.finish_reason == "length"  # eos, stop ids and stop strings are all "stop"
                     ids, logprobs = torch.tensor(response.token_ids), torch.tensor(response.logprobs.logprobs)
                     finish(index, Rollout(torch.tensor(prompts[index // num_samples]), ids, logprobs, truncated))
 
     def _submission_order(self, prompts: list[list[int]]) -> list[int]:
         """Indices of prompts in the order of submission: by bins of expected response length, the longest bin first."""
-        if not self.config.length_bins:
-            return list(range(len(prompts)))
-        # A prompt's last responses predict its next ones; for a new prompt its own length is the best guess at hand.
+        # A prompt's last response predicts its next ones; for a new prompt its own length is the best guess at hand.
         expected = [self.expected_lengths.get(hash(tuple(prompt)), len(prompt)) for prompt in prompts]
         by_length = sorted(range(len(prompts)), key=lambda p: -expected[p])
-        size = -(-len(prompts) // self.config.length_bins)
-        bins = [sorted(by_length[start : start + size]) for start in range(0, len(prompts), size)]
-        return [p for members in bins for p in members]
+        size = -(-len(prompts) // max(1, self.config.length_bins))  # one bin: the order they came in
+        return [p for start in range(0, len(prompts), size) for p in sorted(by_length[start : start + size])]
 
     def _sampling_params(self, temperature: float, seed: int | None):
         from vllm import SamplingParams
@@ -352,9 +327,8 @@ class VllmEngine(_Engine):
         return SamplingParams(
             temperature=temperature,
             max_tokens=self.config.max_response_tokens,
-            min_tokens=self.config.max_response_tokens if self.config.ignore_eos else 0,
             seed=seed,
-            stop_token_ids=self.stop_ids,
+            stop_token_ids=[] if self.config.ignore_eos else self.stop_ids,
             ignore_eos=self.config.ignore_eos,
             logprobs=0,  # the sampled token's alone
             flat_logprobs=True,  # one list of floats instead of a dictionary per token
@@ -381,9 +355,8 @@ class HfEngine(_Engine):
     def _build(self, path: str, seed: int) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
 
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype).eval()
-        if torch.cuda.is_available():
-            self.model.cuda()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype).to(device).eval()
         self.model.generation_config = GenerationConfig()  # none of the model's own top-p or penalties
         # generate keeps the scores of every step, [batch, V] fp32: at most 4 GiB of them.
         score_bytes = 4 * self.model.config.vocab_size * self.config.max_response_tokens
@@ -399,8 +372,8 @@ class HfEngine(_Engine):
     def _run(self, prompts, num_samples: int, temperature: float, seed: int, finish: Callable) -> None:
         repeated = [prompt for prompt in prompts for _ in range(num_samples)]
         for start in range(0, len(repeated), self.batch_size):
-            batch = self._generate_batch(repeated[start : start + self.batch_size], temperature)
-            for index, rollout in enumerate(batch, start):
+            batch = repeated[start : start + self.batch_size]
+            for index, rollout in enumerate(self._generate_batch(batch, temperature), start):
                 finish(index, rollout)
 
     @torch.no_grad()
