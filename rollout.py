@@ -242,7 +242,6 @@ class VllmEngine(_Engine):
         with _globals_restored():
             import vllm
             import vllm._custom_ops
-
             if not self.on_gpu:
                 vllm._custom_ops._supports_onednn = False  # packed linears refuse new weights, and round more
             self.llm = vllm.LLM(path, seed=seed, **self._arguments())
