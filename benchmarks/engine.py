@@ -3,9 +3,12 @@
     python benchmarks/engine.py MODEL_DIR PROMPTS.jsonl mismatch [--kv-cache-dtype fp8] [--quantization fp8]
     python benchmarks/engine.py MODEL_DIR PROMPTS.jsonl sleep --cycles 50 --level 2
 
-mismatch: mean |log p_trainer - log p_sampler| over the sampled tokens, after a sync, and after moving the trainer's weights by 1 %
-Gaussian noise without one; k3 estimate of KL(sampler|trainer); new tokens per second. sleep: memory in use outside the trainer
-after each sleep, and whether greedy text stays the same. One JSON line each.
+mismatch  mean |log p_trainer - log p_sampler| over the sampled tokens, after a sync, and after moving the trainer's
+          weights by 1 % Gaussian noise without one; k3 estimate of KL(sampler|trainer); new tokens per second; whether
+          verify_sync accepts a sync and refuses a weight that was moved after it.
+sleep     memory in use on the GPU after each sleep, its slope from the sixth cycle on, and how many different greedy
+          texts there were (1: always the same), with a checksum to compare runs by.
+One JSON line each.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import json
 import sys
 import time
+import zlib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -69,8 +73,9 @@ def mismatch(args, policy, engine, prompts, device) -> dict:
                 verdict = "MISSED"
             except RuntimeError as error:
                 verdict = f"says so: {error}"
-    return dict(num_tokens=count, abs_diff=after_sync, kl=kl, abs_diff_moved=without_sync, ratio=without_sync / after_sync,
-                tokens_per_s=sum(len(r.response_ids) for r in rollouts) / seconds, verify_sync=verdict)  # fmt: skip
+    ratio, speed = without_sync / after_sync, sum(len(r.response_ids) for r in rollouts) / seconds
+    result = dict(num_tokens=count, abs_diff=after_sync, kl=kl, abs_diff_moved=without_sync, ratio=ratio)
+    return result | dict(tokens_per_s=speed, verify_sync=verdict)
 
 
 def sleep(args, policy, engine, prompts, device) -> dict:
@@ -79,15 +84,17 @@ def sleep(args, policy, engine, prompts, device) -> dict:
         with engine.awake():
             sync_weights(policy, engine, dtype=engine.dtype)
             rollouts = engine.generate(prompts[:8], 1, temperature=0.0)
-            texts.add(tuple(tuple(r.response_ids.tolist()) for r in rollouts))
+            texts.add(repr([r.response_ids.tolist() for r in rollouts]))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what remains is the engine's, and the trainer's live tensors
         free, total = torch.cuda.mem_get_info()
         used.append((total - free) / 2**20)
-    steps = torch.arange(len(used), dtype=torch.float64)[5:]
-    y = torch.tensor(used, dtype=torch.float64)[5:]
-    slope = float(((steps - steps.mean()) * (y - y.mean())).sum() / ((steps - steps.mean()) ** 2).sum())
-    return dict(level=args.level, cycles=args.cycles, mb_first=used[0], mb_last=used[-1], slope_mb=slope, texts=len(texts))
+    result = dict(level=args.level, cycles=args.cycles, mb_first=used[0], mb_last=used[-1])
+    if len(used) > 6:
+        steps = torch.arange(5, len(used), dtype=torch.float64)
+        y = torch.tensor(used[5:], dtype=torch.float64)
+        result["slope_mb"] = float(((steps - steps.mean()) * y).sum() / ((steps - steps.mean()) ** 2).sum())
+    return result | dict(texts=len(texts), checksum=zlib.crc32(min(texts).encode()))
 
 
 def main() -> None:
@@ -116,7 +123,8 @@ def main() -> None:
         sleep_level=args.level, memory_fraction=0.5,
     )  # fmt: skip
     stop_ids = stop_token_ids(args.model, tokenizer.eos_token_id)
-    engine = VllmEngine(args.model, config, max_prompt_tokens=256, num_samples=args.prompts * args.samples, stop_ids=stop_ids)
+    sizes = dict(max_prompt_tokens=256, num_samples=args.prompts * args.samples)
+    engine = VllmEngine(args.model, config, **sizes, stop_ids=stop_ids)
     prompts = [p.prompt_ids for p in data[: args.prompts]]
     run = mismatch if args.what == "mismatch" else sleep
     import vllm

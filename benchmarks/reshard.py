@@ -2,7 +2,8 @@
 
     python benchmarks/reshard.py MODEL_DIR...          # one JSON line per model; the engine is awake, median of 10
 
-Beside it, in the same process: one device copy of the model's bytes (the floor), and gathering tensor by tensor in fp32.
+Beside it, in the same process: one device copy of the model's bytes (the floor), gathering without loading, and
+gathering tensor by tensor in fp32.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ def measure(path: str, bucket_mb: int) -> dict:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             sync_weights(policy, engine, **options)
+            result["peak_extra_gb"] = (torch.cuda.max_memory_allocated() - before) / 1e9
             largest = max(p.numel() for p in policy.parameters()) * engine.dtype.itemsize
-            result |= dict(peak_extra_gb=(torch.cuda.max_memory_allocated() - before) / 1e9, largest_tensor_gb=largest / 1e9)
+            result["largest_tensor_gb"] = largest / 1e9
         result["sync_s"] = median_s(lambda: sync_weights(policy, engine, **options))
         result["per_tensor_fp32_s"] = median_s(lambda: per_tensor(policy, engine), 3)
         result["gather_only_s"] = median_s(lambda: [None for _ in iter_full_params(policy, **options)])

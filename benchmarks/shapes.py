@@ -1,4 +1,4 @@
-"""A model directory with random bf16 weights of a well-known shape, for benchmarks that need the size and not the words.
+"""A model directory with random bf16 weights of a well-known shape: for what needs the size and not the words.
 
     python benchmarks/shapes.py qwen2-1.5b models/qwen2-1.5b --tokenizer models/smollm2
 """

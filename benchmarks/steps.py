@@ -26,5 +26,6 @@ new = [group_size * r["response_length/mean"] for r in steady]
 share = [n / (n + r["prompt_length/mean"]) for n, r in zip(new, steady, strict=True)]
 speeds = [s * r["throughput/tokens_per_sec"] for s, r in zip(share, steady, strict=True)]
 shown["new_tokens_per_s"] = round(statistics.median(speeds))
-shown["reward_first_last"] = [round(statistics.mean(r["reward/mean"] for r in part), 3) for part in (records[:5], records[-10:])]
+ends = records[:5], records[-10:]
+shown["reward_first_last"] = [round(statistics.mean(r["reward/mean"] for r in part), 3) for part in ends]
 print(json.dumps(shown), flush=True)

