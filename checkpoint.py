@@ -19,6 +19,8 @@ Source: torch.distributed.checkpoint; the safetensors index format of Transforme
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 import os
@@ -101,11 +103,19 @@ def command_line(default: Any, built_in: Mapping[str, Any], description: str) ->
             argv = argv[:at] + argv[at + 2 :]
         elif not any(flag.split("=")[0] == "--model" for flag in argv):
             default = from_json(default, built_in)
-        return tyro.cli(type(default), args=argv, default=default, console_outputs=is_first, description=description)
+        printed = io.StringIO()
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(type(default), args=argv, default=default, console_outputs=is_first, description=description)
     except ValueError as error:
-        if is_first:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        message = str(error)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        message = " ".join(re.sub(r"[^\x21-\x7e]+", " ", printed.getvalue()).split())  # without tyro's frame
+        message = message.removeprefix(f"Value error Error parsing {type(default).__name__}: ")
+    if is_first:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
 
 
 class Stateful(Protocol):

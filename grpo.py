@@ -4,13 +4,13 @@
     bash launch.sh grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --data openai/gsm8k:main --rollout.max-response-tokens 512
 
 For each prompt the policy samples a group of responses; each is scored; a response's advantage is its reward less its
-group's mean, over the group's deviation. The policy then takes optimizer steps on the clipped surrogate. As flags:
+group's mean, over the group's deviation. The policy then takes optimizer steps on the clipped surrogate. All sizes are
+over all ranks. P prompts, G samples per prompt, N tokens in a row. Source: Shao 2024 (arXiv:2402.03300). As flags:
     Dr. GRPO   --advantage.no-scale-by-std --loss.normalize constant
     RLOO       --advantage.baseline leave_one_out --advantage.no-scale-by-std
     REINFORCE  --advantage.baseline batch
     DAPO       --loss.normalize token --resample-tries 8 --advantage.overlong-buffer 512
     GSPO       --loss.ratio sequence --loss.normalize sequence --loss.clip-low 3e-4 --loss.clip-high 4e-4
-All sizes are over all ranks. P prompts, G samples per prompt, N tokens in a row. Source: Shao 2024 (arXiv:2402.03300).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from logprobs import token_logprobs, with_logprobs
 from losses import LossConfig, kl_estimate, masked_sum, policy_loss, sampler_correction, token_weights
 from metrics import LogConfig, Metrics, total
 from model import ModelConfig, OptimConfig, copy_weights, find_model, init_distributed, learning_rate_at, load_policy
-from model import make_optimizer, memory_plan, optimizer_step
+from model import leave, make_optimizer, memory_plan, optimizer_step
 from packing import BatchConfig, PackedRow, empty_sequence, lay_out, sequence
 from reshard import iter_full_params, sync_weights, verify_sync
 from rewards import RewardConfig, Scorer
@@ -84,11 +84,12 @@ class Args:
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         why = ", --data.max-prompt-tokens + --rollout.max-response-tokens"
         batch, groups = self.batch, self.advantage.baseline != "batch"
-        corrected = self.loss.importance != "off" or not self.rollout.eight_bit
+        how, corrected = self.loss, self.loss.importance != "off" or not self.rollout.eight_bit
         for flag, value, holds, rule in (
             ("--num-steps", self.num_steps, self.num_steps >= 1, "at least 1; try 200"),
             ("--learning-rate", self.learning_rate, self.learning_rate > 0, "above 0; try 1e-6"),
             ("--resample-tries", self.resample_tries, self.resample_tries >= 1, "at least 1"),
+            ("--refresh-every", self.refresh_every, not self.refresh_every or how.kl_coef, "0 without --loss.kl-coef"),
             ("--group-size", batch.group_size, batch.group_size >= 2 or not groups, "at least 2; try 8"),
             ("--tokens-per-row", batch.tokens_per_row, batch.tokens_per_row >= longest, f"at least {longest}{why}"),
             ("--loss.importance", self.loss.importance, corrected, "token: an 8-bit sampler is another policy"),
@@ -120,6 +121,7 @@ def main(args: Args) -> None:
     engine = kind(path, args.rollout, **sizes, stop_ids=stop_token_ids(path, tokenizer.eos_token_id), seed=args.seed)
     cache = AdvantageCache()
     state = {"policy": TrainState(policy, optimizer), "stream": stream, "generators": GeneratorState()}
+    state |= {"reference": TrainState(reference, ())} if args.refresh_every else {}
     first_step = load(args.run.directory / "checkpoints", state) if args.run.resume else 0
     metrics = Metrics(args.run.directory, args.log, args.num_steps, first_step=first_step, settings=asdict(args))
 
@@ -172,7 +174,7 @@ def main(args: Args) -> None:
         # 6. Report, save.
         if mesh.size() > 1:
             metrics.add("communication/nccl_bw_gb", measure_bandwidth(1 << 22))
-        if reference is not None and args.refresh_every and (step + 1) % args.refresh_every == 0:
+        if args.refresh_every and (step + 1) % args.refresh_every == 0:
             copy_weights(policy, reference)
         if args.run.save_every and (is_last or (step + 1) % args.run.save_every == 0):
             with metrics.timer("save"):
@@ -188,10 +190,12 @@ EMPTY = empty_sequence("advantages", "rollout_logprobs")  # of a rank without sa
 
 def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer]:
     """(model directory, tokenizer, stream, evaluation prompts, scorer): all that can be refused, refused early."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, logging
 
+    logging.disable_progress_bar()
     try:
-        path = find_model(args.model_path, built_in=lambda: addition.cached_model(args.seed))
+        longest = args.data.max_prompt_tokens + args.rollout.max_response_tokens
+        path = find_model(args.model_path, longest, built_in=lambda: addition.cached_model(args.seed))
         tokenizer = AutoTokenizer.from_pretrained(path)
         if args.data_paths == ("built-in",):
             both = addition.problems(held_out=False), addition.problems(held_out=True)
@@ -215,7 +219,6 @@ def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer
             "batch": args.batch.describe(args.data.max_prompt_tokens, args.rollout.max_response_tokens),
         }
         print("\n".join(f"{name:>8}  {text}" for name, text in plan.items()), flush=True)
-    dist.barrier()
     return path, tokenizer, stream, sum(evals, []), scorer
 
 
@@ -317,3 +320,4 @@ def row_loss(args: Args, policy, row: PackedRow, totals: dict[str, int]) -> tupl
 
 if __name__ == "__main__":
     main(command_line(Args(), addition.SETTINGS, __doc__))
+    leave()

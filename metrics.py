@@ -233,6 +233,8 @@ class Metrics:
                 self._alarms.add(name)
                 print(f"warning: {message}", flush=True)
         last = step == self.num_steps - 1
+        if last and self._wandb is not None:
+            self._wandb.finish()
         if self.config.plot_every and (last or step % self.config.plot_every == self.config.plot_every - 1):
             plot(self.out_dir / "metrics.jsonl", self.out_dir / "curves.png")
 

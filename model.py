@@ -26,6 +26,7 @@ arXiv:1711.05101).
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import sys
@@ -109,16 +110,24 @@ def _exit_now(kind, value, trace) -> None:
     os._exit(1)
 
 
-def find_model(name: str, built_in: Callable[[], str]) -> str:
+def leave() -> None:
+    """End a finished run on all ranks: a normal exit would print what the engine's libraries leave. Collective."""
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def find_model(name: str, longest: int, built_in: Callable[[], str]) -> str:
     """The local directory of a model: `name` itself if it is one, else its snapshot from the Hub. Collective.
 
-    The name "built-in" is what built_in() returns on rank 0.
-    Raises ValueError for a directory without config.json, and for a Hub name that cannot be fetched.
+    The name "built-in" is what built_in() returns on rank 0. Raises ValueError for a directory without config.json, for
+    a Hub name that cannot be fetched, and for a model with fewer positions than `longest`, a prompt with its response.
     """
     if name == "built-in":
         made = [built_in() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(made)
-        return made[0]
+        name = made[0]
     if not Path(name).exists():
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -135,6 +144,11 @@ def find_model(name: str, built_in: Callable[[], str]) -> str:
                 dist.barrier()
     if not (Path(name) / "config.json").exists():
         raise ValueError(f"--model {name}: has no config.json; give a Hugging Face model directory or a Hub name")
+    config = json.loads((Path(name) / "config.json").read_text())
+    positions = config.get("max_position_embeddings", longest)
+    if longest > positions and not config.get("rope_scaling"):
+        lengths = "--data.max-prompt-tokens + --rollout.max-response-tokens"
+        raise ValueError(f"--model {name}: has {positions} positions, {lengths} want {longest}; lower one of them")
     return name
 
 

@@ -1,8 +1,7 @@
 """Sampling from the policy: an engine that lives in the trainer's processes and runs the trainer's weights.
 
 The problem. Sampling is most of an RL step, so it needs a real inference engine: paged attention, continuous batching,
-CUDA graphs. On GPUs of its own, half of the hardware waits for the other half. Colocated, engine and trainer share
-each GPU, and the engine must give its memory back and take new weights every step.
+CUDA graphs. Sharing each GPU with the trainer, it must give its memory back and take new weights every step.
 
 How it works. One vLLM engine per tensor-parallel group of consecutive ranks, inside the training processes: with 4
 ranks and size 2, ranks 0, 1 are engine 0 and ranks 2, 3 engine 1. An engine's states have one owner, and one order:
@@ -270,6 +269,7 @@ class VllmEngine(_Engine):
             generation_config="vllm",  # none of the model's own top-p or penalties
             skip_tokenizer_init=True,
             disable_log_stats=True,
+            use_tqdm_on_load=False,
         )
         if config.kv_cache_gb or not self.on_gpu:
             arguments["kv_cache_memory_bytes"] = int((config.kv_cache_gb or 0.25) * 2**30)
