@@ -1,20 +1,21 @@
 """Prompts: reading, tokenizing once, and an order that can be resumed.
 
-The problem. Between a data set and the sampler sit three classic silent errors: the chat template's text already begins with BOS
-and the tokenizer adds another (worth 6 points on MMLU in one report); a prompt is too long and is cut, or breaks the run hours
-later; and after a restart the loader begins at prompt 0 again, or skips what had been prefetched.
+The problem. Between a data set and the sampler sit three classic silent errors: the chat template's text already begins
+with BOS and the tokenizer adds another (worth 6 points on MMLU in one report); a prompt is too long and is cut, or
+breaks the run hours later; and after a restart the loader begins at prompt 0 again, or skips what had been prefetched.
 
-How it works. Everything is tokenized at the start, by the template once and without special tokens on top of it; prompts over the
-limit are counted and dropped, or refused, before a model is loaded. What the run then needs is an order, and an order is a pure
-function of counters:
+How it works. Everything is tokenized at the start, by the template once and without special tokens on top of it;
+prompts over the limit are counted and dropped, or refused, before a model is loaded. What the run then needs is an
+order, and an order is a pure function of counters:
     epoch e of a data set is a permutation drawn from (seed, data set, e);
     with several data sets, each next prompt comes from the one that is furthest behind its share:
         weights 3 : 1   ->   a a b a  a a b a ...
-So the whole state of the stream is one integer per data set: how many prompts were taken. There is nothing to prefetch and
-nothing to lose: 7,473 GSM8K prompts take 2 s at the start.
+So the whole state of the stream is one integer per data set: how many prompts were taken. There is nothing to prefetch
+and nothing to lose: 7,473 GSM8K prompts take 2 s at the start.
 
-Rows that are recognised: `question` and `answer` (GSM8K; the gold number behind `####` is the answer), `prompt` as text or chat messages with
-an answer column (TRL), `prompt` with `reward_model.ground_truth` (verl). All other columns go to the reward functions by name.
+Rows that are recognised: `question` and `answer` (GSM8K; the gold number behind `####` is the answer), `prompt` as text
+or chat messages with an answer column (TRL), `prompt` with `reward_model.ground_truth` (verl). All other columns go to
+the reward functions by name.
 
 What we give up: streaming of data sets that do not fit in memory.
 """
@@ -22,13 +23,12 @@ What we give up: streaming of data sets that do not fit in memory.
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
-
-import torch
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class DataConfig:
     weights: tuple[float, ...] = ()
     """Share of each data set in a batch, in the order of --data; empty: by size."""
     system_prompt: str = ""
-    """System message put before each prompt; empty: none (needs a chat template)."""
+    """System message of each prompt, in place of the data's own; empty: what the data say (needs a chat template)."""
     template_options: str = "{}"
     """JSON object of extra arguments of the chat template, such as {"enable_thinking": false}."""
     split: str = "train"
@@ -61,6 +61,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class Prompt:
+    """One row of a data set, ready to be sampled from and scored."""
+
     prompt_ids: list[int]
     text: str  # what prompt_ids say, template included
     answer: str  # what the reward compares with; "" if the data has none
@@ -74,7 +76,8 @@ ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "target", "label")
 def load_prompts(sources: Sequence[str], tokenizer, config: DataConfig) -> list[list[Prompt]]:
     """One list of prompts per source; a source is a .jsonl or .parquet file, "reasoning_gym:NAME:SIZE", or a Hub name.
 
-    Raises ValueError for a missing file, an empty data set, unknown columns, and prompts over the limit where they are refused.
+    Raises ValueError for a missing, broken or empty data set, unknown columns, prompts that the chat template refuses,
+    and prompts over the limit where those are refused.
     """
     if config.weights and len(config.weights) != len(sources):
         raise ValueError(f"--data.weights {config.weights}: {len(sources)} data sets need {len(sources)} weights")
@@ -90,7 +93,7 @@ def read_rows(source: str, split: str) -> list[dict]:
         raise ValueError(f"--data {source}: no such file")
     if kind in (".jsonl", ".json"):
         with open(source, encoding="utf-8") as lines:
-            rows = [json.loads(line) for line in lines if line.strip()]
+            rows = [_parse_line(line, f"{source}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
     elif kind == ".parquet":
         pq = _import("pyarrow.parquet", "pyarrow", source)
         rows = pq.read_table(source).to_pylist()
@@ -104,6 +107,16 @@ def read_rows(source: str, split: str) -> list[dict]:
     if not rows:
         raise ValueError(f"--data {source}: is empty; it needs at least one row")
     return rows
+
+
+def _parse_line(line: str, where: str) -> dict:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--data {where}: is not JSON ({error}); each line must be one object") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"--data {where}: is not a JSON object; each line must be one, such as {{'prompt': ...}}")
+    return row
 
 
 def _import(module: str, package: str, source: str):
@@ -122,14 +135,15 @@ def _reasoning_gym_rows(name: str, size: str = "2000") -> list[dict]:
     try:
         entries = list(gym.create_dataset(name, size=int(size), seed=0))
     except ValueError as error:
-        raise ValueError(f"--data {source}: {error}") from error
-    return [
-        {"question": e["question"], "answer": str(e["answer"]), "reasoning_gym": name, "entry": e} for e in entries
-    ]
+        raise ValueError(f"--data {source}:{size}: {error}") from error
+    return [{"question": e["question"], "answer": e["answer"], "reasoning_gym": name, "entry": e} for e in entries]
 
 
 def to_prompts(rows: Sequence[dict], tokenizer, config: DataConfig, source: str) -> list[Prompt]:
-    """Tokenized prompts of `rows`, over-long ones dropped (and counted on the console) or refused."""
+    """Tokenized prompts of `rows`, over-long ones dropped (and counted on the console) or refused.
+
+    Raises ValueError as load_prompts does.
+    """
     parsed = [_parse_row(row, source) for row in rows]
     texts = [_render(messages, tokenizer, config, source) for messages, _, _ in parsed]
     # Templated text brings its own BOS. Plain text gets what the tokenizer adds.
@@ -138,14 +152,19 @@ def to_prompts(rows: Sequence[dict], tokenizer, config: DataConfig, source: str)
         Prompt(list(prompt_ids), text, answer, source, columns)
         for prompt_ids, text, (_, answer, columns) in zip(ids, texts, parsed, strict=True)
     ]
+    if not all(p.prompt_ids for p in prompts):
+        raise ValueError(
+            f"--data {source}: has an empty prompt, and nothing can be sampled after nothing; remove the row"
+        )
     kept = [p for p in prompts if len(p.prompt_ids) <= config.max_prompt_tokens]
     num_long = len(prompts) - len(kept)
-    longest = max(len(p.prompt_ids) for p in prompts)
-    rule = f"{num_long} of {len(prompts)} prompts in {source} exceed --data.max-prompt-tokens {config.max_prompt_tokens}"
+    rule = f"{num_long} of {len(prompts)} prompts exceed --data.max-prompt-tokens {config.max_prompt_tokens}"
     if num_long and (config.long_prompts == "refuse" or not kept):
-        raise ValueError(f"{rule}; the longest has {longest} tokens: raise the limit or use --data.long-prompts drop")
-    if num_long:
-        print(f"data: {rule} and are dropped", flush=True)
+        longest = max(len(p.prompt_ids) for p in prompts)
+        instead = " or use --data.long-prompts drop" if kept else ""
+        raise ValueError(f"--data {source}: {rule}; the longest has {longest} tokens: raise the limit{instead}")
+    if num_long and os.environ.get("RANK", "0") == "0":
+        print(f"data: {source}: {rule} and are dropped", flush=True)
     return kept
 
 
@@ -159,32 +178,42 @@ def _parse_row(row: dict, source: str) -> tuple[list[dict], str, dict]:
     else:
         name = next((name for name in ANSWER_COLUMNS if name in row), None)
         answer = columns.pop(name) if name else None
-    if question is None or (answer is None and "answer" not in row and not columns):
+    if not isinstance(question, (str, list)) or (answer is None and not columns):
         raise ValueError(
-            f"--data {source}: has columns {sorted(row)}; needs `prompt` or `question`, and one of {', '.join(ANSWER_COLUMNS)} "
-            "or reward_model.ground_truth"
+            f"--data {source}: has columns {sorted(row)}; needs `prompt` or `question` (text or chat messages), and "
+            f"{', '.join(ANSWER_COLUMNS)} or reward_model.ground_truth"
         )
     answer = "" if answer is None else str(answer)
     if "####" in answer:
         answer = answer.split("####")[-1].strip()
-    messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
-    return messages, answer, columns
+    return [{"role": "user", "content": question}] if isinstance(question, str) else question, answer, columns
 
 
 def _render(messages: list[dict], tokenizer, config: DataConfig, source: str) -> str:
     """The text of a conversation up to where the response begins."""
     if config.system_prompt:
-        messages = [{"role": "system", "content": config.system_prompt}, *(m for m in messages if m["role"] != "system")]
+        messages = [
+            {"role": "system", "content": config.system_prompt},
+            *(m for m in messages if m["role"] != "system"),
+        ]
     if tokenizer.chat_template is None:
         if len(messages) > 1:
-            raise ValueError(f"--data {source}: has chat messages, but the model's tokenizer has no chat template")
+            raise ValueError(
+                f"--data {source}: chat messages or a --data.system-prompt need a chat template, and the model's "
+                "tokenizer has none; give prompts as text"
+            )
         return messages[0]["content"]
-    options = json.loads(config.template_options)
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    from jinja2 import TemplateError
+
+    options = {"add_generation_prompt": True} | json.loads(config.template_options)
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except TemplateError as error:
+        raise ValueError(f"--data {source}: the model's chat template refuses a prompt ({error})") from error
 
 
 def stop_token_ids(path: str, *more: int | None) -> list[int]:
-    """All ids that end a response: of the model's generation_config.json and config.json, and `more` (the tokenizer's)."""
+    """All ids that end a response: of generation_config.json and config.json at `path`, and `more` (a tokenizer's)."""
     ids = set(more) - {None}
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
@@ -208,13 +237,11 @@ class PromptStream:
         *,
         weights: Sequence[float] = (),
         seed: int = 0,
-        shuffle: bool = True,
     ):
         self.datasets = datasets
         self.batch_size = batch_size
         self.weights = list(weights) or [len(d) for d in datasets]
         self.seed = seed
-        self.shuffle = shuffle
         self.num_taken = [0] * len(datasets)
         self._orders: dict[int, tuple[int, list[int]]] = {}  # data set -> its current epoch and permutation
 
@@ -241,18 +268,19 @@ class PromptStream:
 
     def _permutation(self, d: int, epoch: int) -> list[int]:
         size = len(self.datasets[d])
-        if not self.shuffle:
-            return list(range(size))
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + d) * 1_000_003 + epoch)
-        return torch.randperm(size, generator=generator).tolist()
+        return random.Random(repr((self.seed, d, epoch))).sample(range(size), size)
 
     def state_dict(self) -> dict:
-        """How many prompts were taken from each data set."""
-        return {"num_taken": list(self.num_taken), "sizes": [len(d) for d in self.datasets]}
+        """How many prompts were taken from each data set, and what the order of prompts follows from."""
+        origin = {"sizes": [len(d) for d in self.datasets], "weights": self.weights, "seed": self.seed}
+        return {"num_taken": list(self.num_taken), "origin": origin}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue where `state` was saved. Raises ValueError if the data sets have other sizes now."""
-        sizes = [len(d) for d in self.datasets]
-        if state["sizes"] != sizes:
-            raise ValueError(f"the checkpoint's data sets had {state['sizes']} prompts, these have {sizes}: use the same --data")
+        """Continue where `state` was saved. Raises ValueError if the order of prompts would be another one now."""
+        origin = self.state_dict()["origin"]
+        if state["origin"] != origin:
+            raise ValueError(
+                f"the checkpoint's order of prompts follows from {state['origin']}, this one from {origin}: resume "
+                "with the same --data, --data.weights and --seed"
+            )
         self.num_taken = list(state["num_taken"])
