@@ -134,8 +134,7 @@ def main(args: Args) -> None:
                 if args.verify_sync:
                     verify_sync(policy, engine, dtype=engine.dtype)
             if args.eval_every and (is_last or step % args.eval_every == 0):
-                with metrics.timer("eval"):
-                    evaluate(args, engine, scorer, tokenizer, eval_prompts, metrics)
+                evaluate(args, engine, scorer, tokenizer, eval_prompts, metrics)
             # 2. Score while others are still being sampled, and compare each response with its siblings.
             groups = sample_groups(args, step, engine, scorer, tokenizer, stream, metrics)
         with metrics.timer("layout"):
@@ -198,8 +197,8 @@ def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer
         path = find_model(args.model_path, longest, built_in=lambda: addition.cached_model(args.seed))
         tokenizer = AutoTokenizer.from_pretrained(path)
         if args.data_paths == ("built-in",):
-            both = addition.problems(held_out=False), addition.problems(held_out=True)
-            datasets, evals = ([to_prompts(rows, tokenizer, args.data, "addition")] for rows in both)
+            rows = map(addition.problems, (False, True))  # to learn from, and held out
+            datasets, evals = ([to_prompts(r, tokenizer, args.data, "addition")] for r in rows)
         else:
             datasets = load_prompts(args.data_paths, tokenizer, args.data)
             evals = load_prompts(args.eval_paths, tokenizer, replace(args.data, weights=()))
@@ -224,12 +223,11 @@ def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer
 
 def sample_groups(args: Args, step: int, engine, scorer: Scorer, tokenizer, stream, metrics: Metrics) -> list[Group]:
     """This rank's groups; with dynamic sampling, rounds go on until enough groups have spread, or tries are up."""
-    kept, num_missing, num_seen = [], args.batch.prompts_per_step, 0
+    kept, num_seen, num_missing, size = [], 0, args.batch.prompts_per_step, args.batch.group_size
     for attempt in range(args.resample_tries):
         prompts = stream.take(num_missing)
-        seed, size = sampling_seed(args.seed, step, attempt), args.batch.group_size
         with metrics.timer("rollout"):
-            drawn = draw(engine, scorer, tokenizer, prompts, size, seed)
+            drawn = draw(engine, scorer, tokenizer, prompts, size, sampling_seed(args.seed, step, attempt))
         with metrics.timer("reward"):
             rewards, stats = scorer.collect(len(drawn) * size)
         metrics.update(stats, len(rewards), prefix="reward/")
@@ -262,14 +260,15 @@ def draw(engine, scorer: Scorer, tokenizer, prompts: list[Prompt], num_samples: 
 def evaluate(args: Args, engine, scorer: Scorer, tokenizer, prompts: list[Prompt], metrics: Metrics) -> None:
     """Greedy reward per data set, and mean@k and pass@k of k samples, each a mean over all prompts of all ranks."""
     for k, temperature in ((1, 0.0), (args.eval_samples, args.rollout.temperature)):
-        drawn = draw(engine, scorer, tokenizer, prompts, k, sampling_seed(args.seed, "eval"), temperature) if k else {}
-        rewards, _ = scorer.collect(len(drawn) * k)
+        with metrics.timer("eval"):
+            seed = sampling_seed(args.seed, "eval")
+            drawn = draw(engine, scorer, tokenizer, prompts, k, seed, temperature) if k else {}
+            rewards, _ = scorer.collect(len(drawn) * k)
         for i, position in enumerate(drawn):
             mine = rewards[i * k : (i + 1) * k]
-            found = {"reward": mine[0], f"{prompts[position].source}/reward": mine[0]}
-            if temperature > 0:
-                found = {f"mean@{k}": sum(mine) / k, f"pass@{k}": max(mine)}
-            metrics.update(found, prefix="eval/")
+            greedy = {"reward": mine[0], f"{prompts[position].source}/reward": mine[0]}
+            sampled = {f"mean@{k}": sum(mine) / k, f"pass@{k}": max(mine)}
+            metrics.update(sampled if temperature else greedy, prefix="eval/")
 
 
 def compare(args: Args, groups: list[Group]) -> torch.Tensor:
@@ -299,9 +298,8 @@ def row_loss(args: Args, policy, row: PackedRow, totals: dict[str, int]) -> tupl
     how, fields, mask = args.loss, row.fields, row.fields["response_mask"]
     logprobs, entropy = token_logprobs(policy, row, temperature=args.rollout.temperature)
     old_logprobs = fields.get("old_logprobs", logprobs.detach())  # one optimizer step per batch: old is current
-    pair = old_logprobs, fields["rollout_logprobs"]
-    correct = dict(kind=how.importance, cap=how.importance_cap)
-    weights, mismatch = sampler_correction(*pair, mask, row.cu_seqlens, **correct)
+    cap = dict(kind=how.importance, cap=how.importance_cap)
+    weights, mismatch = sampler_correction(old_logprobs, fields["rollout_logprobs"], mask, row.cu_seqlens, **cap)
     each, normalizer = token_weights(how.normalize, mask, row.cu_seqlens, totals, args.rollout.max_response_tokens)
     clips = dict(clip_low=how.clip_low, clip_high=how.clip_high, ratio=how.ratio, cu_seqlens=row.cu_seqlens)
     scale = dict(normalizer=normalizer, token_weights=each, importance_weights=weights)
