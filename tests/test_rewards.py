@@ -745,9 +745,13 @@ def test_a_text_has_the_same_score_alone_and_in_any_packing(kind, attention):
         from attention import use_packed_attention
 
         use_packed_attention(model)
-    for tokens_per_row in (1, 40, 10_000):
+    rows = []
+    model.model.register_forward_pre_hook(lambda module, args, kwargs: rows.append(args), with_kwargs=True)
+    for tokens_per_row, num_rows in ((1, 5), (40, 3), (10_000, 1)):    # the texts have 4, 25, 11, 32 and 18 tokens
+        rows.clear()
         got = model_scores(model, texts(), tokens_per_row=tokens_per_row)
         assert got == pytest.approx(expected, abs=1e-4)    # fp32 sums in another order
+        assert len(rows) == num_rows
     assert model_scores(model, list(map(torch.tensor, reversed(texts())))) == pytest.approx(expected[::-1], abs=1e-4)
     assert model_scores(model, []) == []
 
