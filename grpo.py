@@ -119,7 +119,7 @@ def main(args: Args) -> None:
     sizes = dict(max_prompt_tokens=args.data.max_prompt_tokens, num_samples=args.batch.num_samples)
     kind = VllmEngine if args.rollout.engine == "vllm" else HfEngine
     engine = kind(path, args.rollout, **sizes, stop_ids=stop_token_ids(path, tokenizer.eos_token_id), seed=args.seed)
-    cache = AdvantageCache()
+    cache, empty = AdvantageCache(), empty_sequence("advantages", "rollout_logprobs")
     state = {"policy": TrainState(policy, optimizer), "stream": stream, "generators": GeneratorState()}
     state |= {"reference": TrainState(reference, ())} if args.refresh_every else {}
     first_step = load(args.run.directory / "checkpoints", state) if args.run.resume else 0
@@ -141,7 +141,7 @@ def main(args: Args) -> None:
             advantages = cache.get(step, lambda: compare(args, groups))  # noqa: B023  [P of this rank, G]
             # 3. Lay out. A minibatch is a fixed slice of the global prompt order; its rows stay for all epochs.
             sequences, minibatches = to_sequences(args, groups, advantages)
-            rows, totals = lay_out(sequences, minibatches, args.batch, exchange=exchange, like=EMPTY)
+            rows, totals = lay_out(sequences, minibatches, args.batch, exchange=exchange, like=empty)
             metrics.add_layout(policy, sequences, rows, args.batch.tokens_per_row, args.batch.num_epochs)
             metrics.write_samples(step, groups, advantages, tokenizer.decode)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
@@ -182,9 +182,6 @@ def main(args: Args) -> None:
 
     export(iter_full_params(policy, dtype=engine.dtype), path, args.run.directory / "hf", engine.dtype)
     scorer.close()
-
-
-EMPTY = empty_sequence("advantages", "rollout_logprobs")  # of a rank without samples
 
 
 def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer]:
@@ -240,7 +237,7 @@ def sample_groups(args: Args, step: int, engine, scorer: Scorer, tokenizer, stre
         num_missing = args.batch.prompts_per_step - int(total(torch.tensor(float(len(kept)))))
         if num_missing == 0:
             return kept
-    if args.resample_tries > 1 and metrics.is_rank0:
+    if metrics.is_rank0:
         print(f"warning: step {step + 1} lacks {num_missing} groups with spread after --resample-tries {attempt + 1}")
     return kept
 
@@ -261,8 +258,8 @@ def evaluate(args: Args, engine, scorer: Scorer, tokenizer, prompts: list[Prompt
     """Greedy reward per data set, and mean@k and pass@k of k samples, each a mean over all prompts of all ranks."""
     for k, temperature in ((1, 0.0), (args.eval_samples, args.rollout.temperature)):
         with metrics.timer("eval"):
-            seed = sampling_seed(args.seed, "eval")
-            drawn = draw(engine, scorer, tokenizer, prompts, k, seed, temperature) if k else {}
+            how = sampling_seed(args.seed, "eval"), temperature
+            drawn = draw(engine, scorer, tokenizer, prompts, k, *how) if k else {}
             rewards, _ = scorer.collect(len(drawn) * k)
         for i, position in enumerate(drawn):
             mine = rewards[i * k : (i + 1) * k]
@@ -312,8 +309,8 @@ def row_loss(args: Args, policy, row: PackedRow, totals: dict[str, int]) -> tupl
         loss = loss + how.kl_coef * masked_sum(kl * each, mask) / normalizer
     if how.entropy_coef:
         loss = loss - how.entropy_coef * masked_sum(entropy * each, mask) / normalizer
-    prefixed = {f"actor/{name}": x.detach() for name, x in stats.items()}
-    return loss, prefixed | {f"rollout_corr/{name}": x for name, x in mismatch.items()}
+    actor = {f"actor/{name}": x.detach() for name, x in stats.items()}
+    return loss, actor | {f"rollout_corr/{name}": x for name, x in mismatch.items()}
 
 
 if __name__ == "__main__":
