@@ -1,12 +1,14 @@
 """Measurements of a run: weighted means over all ranks, exclusive timers, throughput, and where they go.
 
-The problem. A metric is wrong in more ways than a loss: a mean of per-rank means, masked tokens counted, a device sync per value,
-a timer inside a timer counted twice, a "utilisation" that is a constant. Then two runs cannot be compared.
+The problem. A metric is wrong in more ways than a loss: a mean of per-rank means, masked tokens counted, a device sync
+per value, a timer inside a timer counted twice, a "utilisation" that is a constant. Then two runs cannot be compared.
 
-How it works. `add(name, value, weight)` keeps sum(value x weight) and sum(weight), on the device if the value is there. `log` adds
-up both over all ranks, divides once, and writes one record: a console line, a line of metrics.jsonl, wandb if asked for.
+How it works. `add(name, value, weight)` keeps sum(value x weight) and sum(weight), on the device if the value is there.
+`log` adds up both over all ranks, divides once, and writes one record: a console line, a line of metrics.jsonl, wandb
+if asked for.
     rank 0: 3 tokens, mean 1.0     rank 1: 1 token, mean 2.0     ->     (3 x 1.0 + 1 x 2.0) / 4 = 1.25, not 1.5
-Timers are exclusive: a timer inside another stops the outer one, so the phases add up to the step.
+Timers are exclusive: a timer inside another stops the outer one, and what no timer covers is timing_s/other, so the
+phases add up to the step.
 
 Five signals of throughput, all measured:
     throughput/tokens_per_sec       prompt + response tokens of a step, each once, over its wall time, all ranks
@@ -23,6 +25,7 @@ Source: Chowdhery 2022 (PaLM, arXiv:2204.02311, appendix B) for MFU; verl's name
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
 import threading
@@ -53,12 +56,23 @@ class LogConfig:
     zero_std_alarm: int = 5
     """Warn once after this many steps in a row in which no group had any spread."""
 
+    def __post_init__(self):
+        if self.samples_per_step < 0 or self.plot_every < 0 or self.zero_std_alarm < 1:
+            raise ValueError(
+                f"--log.samples-per-step {self.samples_per_step}, --log.plot-every {self.plot_every}: 0 (off) or more; "
+                f"--log.zero-std-alarm {self.zero_std_alarm}: at least 1"
+            )
+        if self.wandb_project and importlib.util.find_spec("wandb") is None:
+            raise ValueError(
+                f"--log.wandb-project {self.wandb_project}: needs wandb; install it with: pip install wandb"
+            )
+
 
 class Metrics:
-    """Collects one step's numbers and writes them; `log` is a collective, everything else is local and needs no sync."""
+    """Collects a step's numbers and writes them; `log` is a collective, everything else is local and needs no sync."""
 
     def __init__(self, out_dir: str | Path, config: LogConfig, num_steps: int, *, first_step: int = 0, settings=None):
-        """Records of steps from first_step on, left by a run that died after its last save, are dropped. settings: for wandb."""
+        """Records from first_step on, left by a run that died after its last save, are dropped. settings: for wandb."""
         self.out_dir = Path(out_dir)
         self.config = config
         self.num_steps = num_steps
@@ -72,6 +86,7 @@ class Metrics:
         self._step_times: list[float] = []
         self._wandb = None
         if self.is_rank0:
+            self.out_dir.mkdir(parents=True, exist_ok=True)
             for name in ("metrics.jsonl", "samples.jsonl"):
                 _keep_before(self.out_dir / name, first_step)
         if self.is_rank0 and config.wandb_project:
@@ -80,20 +95,22 @@ class Metrics:
             self._wandb = wandb.init(project=config.wandb_project, name=self.out_dir.name, config=settings)
 
     def add(self, name: str, value: float | Tensor, weight: float = 1.0, reduction: str = "mean") -> None:
-        """One observation of `name`. reduction: "mean" weighted by `weight`, "sum", "max" or "min"; over all ranks at log."""
-        value = value.detach() if isinstance(value, Tensor) else value
-        old, old_weight = self._entries.get((name, reduction), (None, 0.0))
+        """One observation of `name`. How log() reduces them over ranks: "mean" by `weight`, "sum", "max" or "min"."""
         if reduction == "mean" and weight == 0:
-            return
-        if reduction in ("max", "min"):
-            pick = max if reduction == "max" else min
-            if isinstance(value, Tensor):
-                pick = torch.maximum if reduction == "max" else torch.minimum
-            total = value if old is None else pick(old, value)
+            return  # a row without response tokens
+        value = value.detach() if isinstance(value, Tensor) else value
+        if reduction == "mean":
+            value = value * weight
+        old, old_weight = self._entries.get((name, reduction), (None, 0.0))
+        if old is None:
+            merged = value
+        elif reduction in ("mean", "sum"):
+            merged = old + value
+        elif isinstance(value, Tensor):
+            merged = torch.maximum(old, value) if reduction == "max" else torch.minimum(old, value)
         else:
-            scaled = value * weight if reduction == "mean" else value
-            total = scaled if old is None else old + scaled
-        self._entries[name, reduction] = (total, old_weight + weight)
+            merged = max(old, value) if reduction == "max" else min(old, value)
+        self._entries[name, reduction] = (merged, old_weight + weight)
 
     def update(self, stats: Mapping[str, float | Tensor], weight: float = 1.0, prefix: str = "") -> None:
         """add() for each entry; a name that ends in _max or _min is reduced that way."""
@@ -117,8 +134,10 @@ class Metrics:
         self.add("response_length/clip_ratio", sum(r.truncated for r in rollouts) / len(rollouts))
         self.add("throughput/num_tokens", num_prompt + sum(lengths), reduction="sum")
 
-    def add_layout(self, model: torch.nn.Module, sequences: Sequence, rows: Sequence, capacity: int, num_epochs: int) -> None:
-        """How full the rows of all minibatches are, and the update's model FLOPs, from this rank's sequences and rows."""
+    def add_layout(
+        self, model: torch.nn.Module, sequences: Sequence, rows: Sequence, capacity: int, num_epochs: int
+    ) -> None:
+        """How full the rows of all minibatches are, and the update's model FLOPs, by this rank's sequences and rows."""
         lengths = [len(s["tokens"]) for s in sequences]
         config = model.config.get_text_config()
         size = sum(p.numel() for p in model.parameters())
@@ -131,7 +150,7 @@ class Metrics:
     def write_samples(self, step: int, groups: Sequence, advantages: Tensor, decode: Callable[[Tensor], str]) -> None:
         """Append one response of each of the first few groups to samples.jsonl. Rank 0 alone writes."""
         if self.is_rank0:
-            with open(self.out_dir / "samples.jsonl", "a") as file:
+            with open(self.out_dir / "samples.jsonl", "a", encoding="utf-8") as file:
                 for group, row in zip(groups[: self.config.samples_per_step], advantages.tolist(), strict=False):
                     sample = dict(step=step, prompt=group.prompt.text, response=decode(group.rollouts[0].response_ids))
                     sample |= dict(answer=group.prompt.answer, reward=group.rewards[0], advantage=row[0])
@@ -139,7 +158,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def timer(self, name: str) -> Iterator[None]:
-        """Adds the wall time inside to timing_s/name, less what timers inside it take. The device is synchronised at both ends."""
+        """Adds the wall time inside, less that of timers inside, to timing_s/name; waits for the device at both ends."""
         self._switch()
         self._timers.append(name)
         start = time.perf_counter()
@@ -184,7 +203,8 @@ class Metrics:
         on_device = [v for v in values if v.is_cuda]
         moved = iter(torch.stack(on_device).tolist()) if on_device else iter(())  # one copy for all
         local = {
-            key: (next(moved) if v.is_cuda else v.item(), self._entries[key][1]) for key, v in zip(keys, values, strict=True)
+            key: (next(moved) if v.is_cuda else v.item(), self._entries[key][1])
+            for key, v in zip(keys, values, strict=True)
         }
         gathered = [local]
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -206,9 +226,9 @@ class Metrics:
 
     def _derive(self, record: dict, step_s: float) -> None:
         """Quotients that are only right after the reduction."""
+        world = dist.get_world_size() if dist.is_initialized() else 1
         tokens = record.pop("throughput/num_tokens", None)
         if tokens is not None:
-            world = dist.get_world_size() if dist.is_initialized() else 1
             record["throughput/tokens_per_sec"] = tokens / step_s
             record["perf/tokens_per_sec_per_gpu"] = tokens / step_s / world
         record.setdefault("communication/nccl_bw_gb", None)  # there is no bandwidth on one rank
@@ -258,21 +278,25 @@ class Metrics:
     def _find_alarms(self, record: dict) -> Iterator[tuple[str, str]]:
         mismatch = record.get("rollout_corr/kl", 0.0)
         if mismatch > self.config.mismatch_alarm:
-            yield "mismatch", f"sampler and trainer differ by {mismatch:.3f} nats per token; run once with --verify-sync"
+            yield (
+                "mismatch",
+                f"sampler and trainer differ by {mismatch:.3f} nats per token; run once with --verify-sync",
+            )
         entropy = record.get("actor/entropy", math.inf)
         if entropy < self.config.entropy_alarm:
-            yield "entropy", f"entropy is down to {entropy:.4f} nats; consider --loss.entropy-coef or a higher --loss.clip-high"
+            yield "entropy", f"entropy is down to {entropy:.4f} nats; try --loss.entropy-coef or more --loss.clip-high"
         flat = record.get("reward/frac_zero_std", 0.0) == 1.0
         self._steps_without_spread = self._steps_without_spread + 1 if flat else 0
         if self._steps_without_spread >= self.config.zero_std_alarm:
-            yield "spread", f"no group had any spread for {self._steps_without_spread} steps: the task is too easy or too hard"
+            yield "spread", f"no group had any spread for {self._steps_without_spread} steps: too easy, or too hard"
 
 
 def _keep_before(file: Path, step: int) -> None:
     """Keep the JSON lines whose "step" is below `step`; the last line may have been cut by a crash."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < step]
-    file.write_text("".join(line + "\n" for line in kept))
+    # Not splitlines(): a sample's text may hold other line breaks, such as U+2028.
+    *lines, _ = file.read_text(encoding="utf-8").split("\n") if file.exists() else [""]
+    kept = [line for line in lines if json.loads(line)["step"] < step]
+    file.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
 
 def total(x: Tensor) -> float:
@@ -345,7 +369,7 @@ def plot(metrics_file: Path, out_file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    records = [json.loads(line) for line in open(metrics_file)]
+    records = [json.loads(line) for line in Path(metrics_file).read_text().splitlines()]
     panels = [
         ("reward", ["reward/mean", "eval/reward"]),
         ("response length [tokens]", ["response_length/mean"]),
