@@ -158,7 +158,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def timer(self, name: str) -> Iterator[None]:
-        """Adds the wall time inside, less that of timers inside, to timing_s/name; waits for the device at both ends."""
+        """Adds the wall time inside, less that of inner timers, to timing_s/name; waits for the device at both ends."""
         self._switch()
         self._timers.append(name)
         start = time.perf_counter()
