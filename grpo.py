@@ -40,6 +40,8 @@ from reshard import iter_full_params, sync_weights, verify_sync
 from rewards import RewardConfig, Scorer
 from rollout import HfEngine, Rollout, RolloutConfig, VllmEngine
 
+EMPTY = empty_sequence("advantages", "rollout_logprobs")  # what a rank without samples puts in its rows
+
 
 @dataclass(frozen=True)
 class Args:
@@ -119,7 +121,7 @@ def main(args: Args) -> None:
     sizes = dict(max_prompt_tokens=args.data.max_prompt_tokens, num_samples=args.batch.num_samples)
     kind = VllmEngine if args.rollout.engine == "vllm" else HfEngine
     engine = kind(path, args.rollout, **sizes, stop_ids=stop_token_ids(path, tokenizer.eos_token_id), seed=args.seed)
-    cache, empty = AdvantageCache(), empty_sequence("advantages", "rollout_logprobs")
+    cache = AdvantageCache()
     state = {"policy": TrainState(policy, optimizer), "stream": stream, "generators": GeneratorState()}
     state |= {"reference": TrainState(reference, ())} if args.refresh_every else {}
     first_step = load(args.run.directory / "checkpoints", state) if args.run.resume else 0
@@ -141,7 +143,7 @@ def main(args: Args) -> None:
             advantages = cache.get(step, lambda: compare(args, groups))  # noqa: B023  [P of this rank, G]
             # 3. Lay out. A minibatch is a fixed slice of the global prompt order; its rows stay for all epochs.
             sequences, minibatches = to_sequences(args, groups, advantages)
-            rows, totals = lay_out(sequences, minibatches, args.batch, exchange=exchange, like=empty)
+            rows, totals = lay_out(sequences, minibatches, args.batch, exchange=exchange, like=EMPTY)
             metrics.add_layout(policy, sequences, rows, args.batch.tokens_per_row, args.batch.num_epochs)
             metrics.write_samples(step, groups, advantages, tokenizer.decode)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
