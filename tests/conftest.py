@@ -1,6 +1,11 @@
 """Markers, one thread per process, and gpu tests skipped where there is no GPU."""
 
+import os
+
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when OpenMP loads: waiting threads must not spin
+
 import torch
 
 torch.set_num_threads(1)    # ranks of multi-rank tests share the cores; more threads only fight over them
