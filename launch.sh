@@ -174,7 +174,6 @@ if ((num_gpus > 0)); then
 fi
 default OMP_NUM_THREADS $(($(nproc) > num_ranks ? $(nproc) / num_ranks : 1))    # torchrun's default is 1 thread a rank
 default OMP_WAIT_POLICY PASSIVE    # spinning threads on shared cores made a step 7 x slower
-
 net=(--standalone)    # a free port, bound by the process that keeps it
 if ((${NNODES:-1} > 1)); then
   [[ ${MASTER_ADDR:-} && ${NODE_RANK:-} ]] || die "NNODES=$NNODES needs NODE_RANK (from 0) and MASTER_ADDR (of node 0)"

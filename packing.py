@@ -72,7 +72,7 @@ class BatchConfig:
             )
 
     def minibatch_order(self, totals: Sequence[Mapping[str, int]], seed: object) -> list[int]:
-        """Each minibatch that has response tokens (by lay_out's totals) once per epoch; shuffled from the second epoch on."""
+        """Each minibatch that has response tokens (by lay_out's totals) once per epoch; shuffled from the second on."""
         order = []
         for epoch in range(self.num_epochs):
             minibatches = list(range(self.num_minibatches))
@@ -93,8 +93,8 @@ class BatchConfig:
     def describe(self, max_prompt_tokens: int, max_response_tokens: int) -> str:
         """The batch arithmetic in a line."""
         return (
-            f"{self.prompts_per_step} prompts x {self.group_size} = {self.num_samples} samples of up to {max_prompt_tokens} + "
-            f"{max_response_tokens} tokens; {self.num_epochs} epochs x {self.num_minibatches} minibatches of "
+            f"{self.prompts_per_step} prompts x {self.group_size} = {self.num_samples} samples of up to "
+            f"{max_prompt_tokens} + {max_response_tokens} tokens; {self.num_epochs} epochs x {self.num_minibatches} minibatches of "
             f"{self.num_samples // self.num_minibatches}, in rows of {self.tokens_per_row} tokens"
         )
 

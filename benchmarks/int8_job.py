@@ -1,4 +1,4 @@
-"""Does INT8 gradient reduction change a run? The built-in job on 2 ranks, with fp32 and INT8, all curves in one picture.
+"""Does INT8 gradient reduction change a run? The built-in job on 2 ranks with both, all curves in one picture.
 
     python benchmarks/int8_job.py --steps 60 --seeds 0 1 2      # about 2 minutes a run on 2 cores
 

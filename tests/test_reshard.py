@@ -35,7 +35,8 @@ def load(path, **settings):
 
 
 def full(policy, dtype=torch.float32, bucket_bytes=1 << 29):
-    return {name: p for bucket in iter_full_params(policy, dtype=dtype, bucket_bytes=bucket_bytes) for name, p in bucket}
+    buckets = iter_full_params(policy, dtype=dtype, bucket_bytes=bucket_bytes)
+    return {name: p for bucket in buckets for name, p in bucket}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -115,7 +116,7 @@ def test_a_rank_that_is_slow_between_buckets_holds_the_others_up_and_no_more(pat
             order.append(bucket[0][0])
             if dist.get_rank() == 0:
                 time.sleep(0.01)
-            dist.all_reduce(torch.zeros(1))    # another collective between two gathers, as an engine of several ranks has
+            dist.all_reduce(torch.zeros(1))    # between two gathers, as an engine of several ranks has
         return order
 
     orders = run_ranks(4, job)
@@ -131,7 +132,7 @@ def live_bytes():
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("vocab_size", [14, 3000])
 def test_the_peak_of_extra_memory_is_the_bucket_and_the_largest_tensor(tmp_path, monkeypatch, world_size, vocab_size):
-    """Looked at when most is alive: after a cut into full tensors, with the consumer still holding the bucket before."""
+    """Looked at when most is alive: after a cut into full tensors, the consumer still holding the bucket before."""
     path = save_tiny(tmp_path, "llama", vocab_size=vocab_size, num_hidden_layers=8)
     bucket_bytes = 1 << 17
 
