@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -151,7 +152,12 @@ def test_block_sizes_must_be_powers_of_two_from_16_on(block_size):
 def test_the_gpu_kernels_give_the_codes_of_the_plain_functions():
     """Run by Triton's interpreter, which is switched on when Triton is imported: in a process of its own."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run_this_file(TRITON_INTERPRET="1")
+
+
+def run_this_file(**environment: str) -> None:
+    root = str(Path(__file__).resolve().parent.parent)
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **environment}
     result = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
@@ -190,8 +196,7 @@ def compare_kernels() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_gpu_gives_the_codes_of_the_cpu():
     """In a process of its own: the ranks of other tests are forked from this one, which must not touch the GPU."""
-    result = subprocess.run([sys.executable, __file__], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run_this_file()
 
 
 def compare_gpu() -> None:
