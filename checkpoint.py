@@ -1,17 +1,18 @@
 """Saving and resuming a run, and exporting its model for everybody else.
 
-The problem. A checkpoint is written while the machine may die: a half-written directory under the final name is worse than none.
-It must hold everything that decides the next step (weights, optimizer moments, position in the data, generators), in shards,
-because no rank has room for the whole model, and it must load on another number of ranks.
+The problem. A checkpoint is written while the machine may die: a half-written directory under the final name is worse
+than none. It must hold everything that decides the next step (weights, optimizer moments, position in the data,
+generators), in shards, because no rank has room for the whole model, and it must load on another number of ranks.
 
-How it works. Each rank writes its own shards with torch.distributed.checkpoint (DCP) into a directory with a temporary name; when
-all are done, rank 0 renames it: a checkpoint exists completely or not at all. What belongs to one rank (generator state) or is
-the same on all (counters) is a small file per rank. The newest complete directory wins:
+How it works. Each rank writes its own shards with torch.distributed.checkpoint (DCP) into a directory with a temporary
+name; when all are done, rank 0 renames it: a checkpoint exists completely or not at all. What belongs to one rank
+(generator state) or is the same on all (counters) is a small file per rank. The newest complete directory wins:
     runs/x/checkpoints/step-000040/  {.metadata, __0_0.distcp, ..., rank0.pt}
     runs/x/checkpoints/.step-000060/  the run died here; ignored, and removed by the next save
+All hosts must see the same directory.
 
-The export is a Hugging Face directory: full tensors come in buckets (from reshard.iter_full_params) and go to files of at most
-`max_shard_bytes`, so that a 7 B model needs no 15 GB on any rank.
+The export is a Hugging Face directory: full tensors come in buckets (from reshard.iter_full_params) and go to files of
+at most `max_shard_bytes`, so that no rank holds a 7 B model's 15 GB.
 
 What we give up: asynchronous saves (one in five runs of DCP's aborted a rank).
 Source: torch.distributed.checkpoint; the safetensors index format of Transformers.
@@ -19,6 +20,7 @@ Source: torch.distributed.checkpoint; the safetensors index format of Transforme
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import itertools
@@ -29,7 +31,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,13 +77,19 @@ class RunConfig:
 
 
 def from_json(default: Any, values: Mapping[str, Any]) -> Any:
-    """The dataclass `default` with `values`, as json made them of asdict(...): nested dataclasses and tuples are restored."""
+    """The dataclass `default` with `values`, as json made them of asdict(...): nested dataclasses and tuples restored.
+
+    Values that are left out stay as in `default`. Raises ValueError for a name that is no field, and as the dataclasses
+    themselves do.
+    """
     known = {}
     for name, value in values.items():
-        if not hasattr(default, name):
-            raise ValueError(f"--config: {type(default).__name__} has no setting {name!r}; it was written by another version")
-        nested = isinstance(value, Mapping) and is_dataclass(getattr(default, name))
-        known[name] = from_json(getattr(default, name), value) if nested else tuple(value) if isinstance(value, list) else value
+        if name not in {field.name for field in fields(default)}:
+            raise ValueError(f"{type(default).__name__} has no setting {name!r}: written by another version?")
+        old = getattr(default, name)
+        if is_dataclass(old):
+            value = from_json(old, value)
+        known[name] = tuple(value) if isinstance(value, list) else value
     return replace(default, **known)
 
 
@@ -91,21 +99,21 @@ def command_line(default: Any, built_in: Mapping[str, Any], description: str) ->
     """
     import tyro
 
-    argv = sys.argv[1:]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", type=Path, metavar="FILE")
+    earlier, argv = parser.parse_known_args()
     is_first = os.environ.get("RANK", "0") == "0"
     try:
-        if "--config" in argv:
-            at = argv.index("--config")
-            file = Path(argv[at + 1]) if at + 1 < len(argv) else Path("")
-            if not file.is_file():
-                raise ValueError(f"--config {file}: no such file; give an earlier run's config.json")
-            default = from_json(default, json.loads(file.read_text()))
-            argv = argv[:at] + argv[at + 2 :]
+        if earlier.config is not None:
+            if not earlier.config.is_file():
+                raise ValueError(f"--config {earlier.config}: no such file; give an earlier run's config.json")
+            default = from_json(default, json.loads(earlier.config.read_text()))
         elif not any(flag.split("=")[0] == "--model" for flag in argv):
             default = from_json(default, built_in)
         printed = io.StringIO()
         with contextlib.redirect_stderr(printed):
-            return tyro.cli(type(default), args=argv, default=default, console_outputs=is_first, description=description)
+            options = dict(default=default, description=description, console_outputs=is_first)
+            return tyro.cli(type(default), args=argv, **options)
     except ValueError as error:
         message = str(error)
     except SystemExit as stop:
@@ -138,20 +146,23 @@ class TrainState:
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 class GeneratorState:
-    """The global generators of python and torch (and the GPU's) of this rank as a Stateful."""
+    """The global generators of python, numpy and torch (and the GPU's) of this rank as a Stateful."""
 
     def state_dict(self) -> dict[str, Any]:
+        import numpy
+
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        return {"python": random.getstate(), "torch": torch.get_rng_state(), "cuda": cuda}
+        return dict(python=random.getstate(), numpy=numpy.random.get_state(), torch=torch.get_rng_state(), cuda=cuda)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        import numpy
+
         random.setstate(state["python"])
+        numpy.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
@@ -171,7 +182,12 @@ def save(out_dir: str | Path, step: int, state: Mapping[str, Stateful], *, keep:
         for stale in out_dir.glob(".step-*"):
             shutil.rmtree(stale)
     _barrier()
-    dcp.save(_sharded(state), checkpoint_id=temporary)
+    try:
+        dcp.save(_sharded(state), checkpoint_id=temporary)
+    except dcp.CheckpointException as error:  # on all ranks, whichever failed
+        if _is_rank0():
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(f"{final}: not saved ({_cause(error)}); earlier checkpoints are as they were") from error
     small = {name: value.state_dict() for name, value in state.items() if not isinstance(value, TrainState)}
     rank_file = temporary / f"rank{_rank()}.pt"
     torch.save({"step": step, "world_size": _world_size(), "state": small}, rank_file)
@@ -188,24 +204,41 @@ def save(out_dir: str | Path, step: int, state: Mapping[str, Stateful], *, keep:
 
 
 def load(out_dir: str | Path, state: Mapping[str, Stateful]) -> int:
-    """The step of the newest complete checkpoint in out_dir, after loading it into `state`; 0 if there is none. Collective.
+    """The step of the newest complete checkpoint in out_dir, after loading it into `state`; 0 if there is none.
 
-    With another number of ranks, entries that belong to one rank (generators) come from rank 0's file, with a message.
+    Collective. On another number of ranks entries that belong to one rank (generators) come from some rank's file, with
+    a message. Raises ValueError for a checkpoint of another model.
     """
     found = _complete(Path(out_dir))
     if not found:
         return 0
     dcp_state = _sharded(state)
-    dcp.load(dcp_state, checkpoint_id=found[-1])
+    try:
+        dcp.load(dcp_state, checkpoint_id=found[-1])
+    except dcp.CheckpointException as error:
+        raise ValueError(
+            f"{found[-1]}: is not of this model ({_cause(error)}); resume with the same --model"
+        ) from error
     rank_file = found[-1] / f"rank{_rank()}.pt"
     if not rank_file.exists():
         rank_file = found[-1] / "rank0.pt"
     saved = torch.load(rank_file, weights_only=False)
     if saved["world_size"] != _world_size() and _is_rank0():
-        print(f"checkpoint: saved by {saved['world_size']} ranks, loaded by {_world_size()}: samples will differ", flush=True)
+        print(
+            f"checkpoint: saved by {saved['world_size']} ranks, loaded by {_world_size()}: samples will differ",
+            flush=True,
+        )
     for name, value in state.items():
         value.load_state_dict(dcp_state[name] if isinstance(value, TrainState) else saved["state"][name])
     return saved["step"]
+
+
+def _cause(error: dcp.CheckpointException) -> str:
+    """What happened first on a rank that failed, in a line."""
+    first = next(iter(error.failures.values()))[0]
+    while first.__context__ is not None:  # a writer that fails again while it is closed
+        first = first.__context__
+    return " ".join(str(first).split())
 
 
 def _sharded(state: Mapping[str, Stateful]) -> dict[str, Any]:
@@ -213,7 +246,8 @@ def _sharded(state: Mapping[str, Stateful]) -> dict[str, Any]:
 
 
 def _complete(out_dir: Path) -> list[Path]:
-    return sorted(p for p in out_dir.glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name))
+    found = [p for p in out_dir.glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
 
 
 def _rank() -> int:
@@ -242,31 +276,33 @@ def save_safetensors(
     """
     from safetensors.torch import save_file
 
+    if not _is_rank0():
+        for _ in buckets:
+            pass
+        _barrier()
+        return
     out_dir = Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for old in out_dir.glob("*.safetensors*"):
+        old.unlink()
     files: list[list[str]] = []
     held: dict[str, Tensor] = {}
 
     def flush() -> None:
-        if held and _is_rank0():
-            save_file(held, out_dir / f"part-{len(files):05d}.safetensors", metadata={"format": "pt"})
+        save_file(held, out_dir / f"part-{len(files):05d}.safetensors", metadata={"format": "pt"})
         files.append(list(held))
         held.clear()
 
-    if _is_rank0():
-        out_dir.mkdir(parents=True, exist_ok=True)
-        for old in out_dir.glob("*.safetensors*"):
-            old.unlink()
-    total = 0
-    for bucket in buckets:
-        for name, tensor in bucket:
-            size = tensor.numel() * tensor.element_size()
-            if held and sum(t.numel() * t.element_size() for t in held.values()) + size > max_shard_bytes:
-                flush()
-            held[name] = tensor.contiguous().cpu() if _is_rank0() else tensor[:0]
-            total += size
+    total = held_bytes = 0
+    for name, tensor in itertools.chain.from_iterable(buckets):
+        if held and held_bytes + tensor.nbytes > max_shard_bytes:
+            flush()
+            held_bytes = 0
+        held[name] = tensor.contiguous().cpu()
+        held_bytes += tensor.nbytes
+        total += tensor.nbytes
     flush()
-    if _is_rank0():
-        _name_files(out_dir, files, total)
+    _name_files(out_dir, files, total)
     _barrier()
 
 
@@ -285,7 +321,7 @@ def _name_files(out_dir: Path, files: list[list[str]], total: int) -> None:
 def export(
     buckets: Iterable[list[tuple[str, Tensor]]], path: str | Path, out_dir: str | Path, dtype: torch.dtype
 ) -> None:
-    """Write a Hugging Face directory: the tensors of `buckets` (in `dtype`), with the other files of the model at `path`."""
+    """Write a Hugging Face directory: the tensors of `buckets` (of `dtype`), other files from the model at `path`."""
     save_safetensors(buckets, out_dir)
     if _is_rank0():
         copy_model_files(path, out_dir, dtype)
