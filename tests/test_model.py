@@ -184,9 +184,12 @@ def test_two_passes_of_one_policy_agree_whatever_its_dropout(tmp_path, number):
 
 def test_what_cannot_be_loaded_is_refused_by_name(tmp_path, paths):
     with pytest.raises(ValueError, match=r"--model .*/nowhere: no such directory, and not on the Hub"):
-        find_model(str(tmp_path / "nowhere"), built_in=lambda: "")
+        find_model(str(tmp_path / "nowhere"), 8, built_in=lambda: "")
     with pytest.raises(ValueError, match=r"--model .*: has no config.json; give a Hugging Face model directory"):
-        find_model(str(tmp_path), built_in=lambda: "")
+        find_model(str(tmp_path), 8, built_in=lambda: "")
+    assert find_model(paths["qwen2"], 128, built_in=lambda: "") == paths["qwen2"]
+    with pytest.raises(ValueError, match="has 128 positions, --data.max-prompt-tokens .* want 129; lower one of them"):
+        find_model(paths["qwen2"], 129, built_in=lambda: "")
     tensors = load_file(f"{paths['qwen2']}/model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     changed = {
@@ -218,13 +221,13 @@ def test_what_cannot_be_loaded_is_refused_by_name(tmp_path, paths):
     run_ranks(1, job)
 
 
-def test_the_built_in_model_is_made_once_and_known_to_all_ranks():
+def test_the_built_in_model_is_made_once_and_known_to_all_ranks(paths):
     def job():
         made = []
-        path = find_model("built-in", built_in=lambda: made.append(1) or "/somewhere")
+        path = find_model("built-in", 8, built_in=lambda: made.append(1) or paths["qwen2"])
         return path, len(made)
 
-    assert run_ranks(3, job) == [("/somewhere", 1), ("/somewhere", 0), ("/somewhere", 0)]
+    assert run_ranks(3, job) == [(paths["qwen2"], 1), (paths["qwen2"], 0), (paths["qwen2"], 0)]
 
 
 def test_the_memory_plan_counts_four_bytes_a_weight_four_times(paths):
