@@ -30,7 +30,7 @@ if [[ ${1:-} == --nproc ]]; then num_ranks=${2:-none}; shift $(($# < 2 ? 1 : 2))
 [[ $# -gt 0 ]] || die "nothing to run; usage: bash launch.sh [--nproc N] script.py | pytest | python [args]"
 gpus=$(nvidia-smi --query-gpu=index,uuid,name --format=csv,noheader 2>/dev/null) || gpus=    # none, or no driver
 groups=("$([[ $gpus ]] && echo gpu || echo cpu)" base)    # the engine first: it brings the torch that it was built for
-if [[ $1 == pytest ]]; then groups+=(wandb plot math data gguf test); fi    # the tests cover every extra
+if [[ $1 == pytest ]]; then groups+=(wandb data gguf test); fi    # the tests cover every extra
 
 # requirements PYTHON all|unmet GROUP...: what the groups ask for, or what of it PYTHON's environment does not have
 requirements() {
