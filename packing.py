@@ -94,8 +94,8 @@ class BatchConfig:
         """The batch arithmetic in a line."""
         return (
             f"{self.prompts_per_step} prompts x {self.group_size} = {self.num_samples} samples of up to "
-            f"{max_prompt_tokens} + {max_response_tokens} tokens; {self.num_epochs} epochs x {self.num_minibatches} minibatches of "
-            f"{self.num_samples // self.num_minibatches}, in rows of {self.tokens_per_row} tokens"
+            f"{max_prompt_tokens} + {max_response_tokens} tokens; {self.num_epochs} epochs x {self.num_minibatches} "
+            f"minibatches of {self.num_samples // self.num_minibatches}, in rows of {self.tokens_per_row} tokens"
         )
 
     @property

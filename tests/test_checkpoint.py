@@ -202,7 +202,7 @@ def test_where_nothing_was_saved_a_run_begins_at_step_0(tmp_path):
 
 def test_a_directory_that_a_run_left_unfinished_is_ignored_and_then_removed(tmp_path):
     save(tmp_path, 4, {"counter": Counter(4)})
-    for name in (".step-000008", "step-000008.old", "step-x"):
+    for name in (".step-000006", ".step-000008", "step-000008.old", "step-x"):
         (tmp_path / name).mkdir()
     counter = Counter()
     assert load(tmp_path, {"counter": counter}) == 4 and counter.count == 4

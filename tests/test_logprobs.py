@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from logprobs import head_logprobs, response_positions, token_logprobs
+from logprobs import head_logprobs, response_positions, token_logprobs, with_logprobs
 from packing import pack, sequence, unpack
 
 
@@ -201,6 +201,16 @@ def test_the_ratio_is_exactly_1_before_the_first_update_also_in_training_mode():
         for x, i in zip(found, other.source, strict=True):
             expected = unpack(row, logprobs)[row.source.index(i)]
             torch.testing.assert_close(x, expected, rtol=0, atol=1e-4)
+
+
+def test_rows_can_carry_a_models_logprobs_as_a_field():
+    model = make_model()
+    rows = pack(random_sequences(LENGTHS), 30)
+    ((first, *_), others) = with_logprobs(model, [rows[:2], rows[2:]], "old_logprobs", temperature=0.7)
+    assert len(others) == len(rows) - 2 and first.fields.keys() == rows[0].fields.keys() | {"old_logprobs"}
+    assert first.tokens is rows[0].tokens and "old_logprobs" not in rows[0].fields
+    expected = token_logprobs(model, rows[0], temperature=0.7)[0]
+    assert first.fields["old_logprobs"].equal(expected) and not first.fields["old_logprobs"].requires_grad
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma"])

@@ -19,6 +19,7 @@ from packing import (
     BatchConfig,
     assign,
     balance,
+    empty_sequence,
     first_fit_decreasing,
     lay_out,
     pack,
@@ -460,6 +461,39 @@ def test_sizes_are_global_and_bad_ones_are_refused_with_the_nearest_good_one():
         ):
             BatchConfig(prompts_per_step=prompts, num_minibatches=minibatches)
         BatchConfig(prompts_per_step=nearest, num_minibatches=minibatches)
+
+
+def test_the_batch_arithmetic_is_said_in_a_line():
+    config = BatchConfig(prompts_per_step=6, group_size=4, num_minibatches=3, num_epochs=2, tokens_per_row=100)
+    expected = "6 prompts x 4 = 24 samples of up to 7 + 9 tokens; 2 epochs x 3 minibatches of 8, in rows of 100 tokens"
+    assert config.describe(7, 9) == expected
+
+
+def test_minibatches_are_equal_slices_of_the_global_order_of_prompts_wherever_they_were_sampled():
+    config = BatchConfig(prompts_per_step=6, num_minibatches=3)
+    assert config.minibatches([0, 1, 2, 3, 4, 5]) == [0, 0, 1, 1, 2, 2]
+    shares = [[5, 0, 2], [1, 4, 3]]
+    assert run_ranks(2, lambda: config.minibatches(shares[dist.get_rank()])) == [[2, 0, 1], [0, 2, 1]]
+    # Dynamic sampling came back with fewer prompts, and from later rounds: their order counts.
+    shares = [[9, 0], []]
+    assert run_ranks(2, lambda: config.minibatches(shares[dist.get_rank()])) == [[1, 0], []]
+
+
+def test_each_epoch_takes_every_minibatch_with_tokens_once_in_an_order_that_follows_from_the_seed():
+    config = BatchConfig(prompts_per_step=64, num_minibatches=8, num_epochs=3)
+    totals = [{"tokens": 0 if m == 5 else 10} for m in range(8)]
+    order = config.minibatch_order(totals, seed=(0, 7))
+    epochs = [order[:7], order[7:14], order[14:]]
+    assert epochs[0] == [0, 1, 2, 3, 4, 6, 7] and all(sorted(epoch) == epochs[0] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert order == config.minibatch_order(totals, seed=(0, 7)) != config.minibatch_order(totals, seed=(0, 8))
+
+
+def test_an_empty_sequence_has_the_names_and_types_of_a_full_one():
+    full = sequence(ids(1), ids(2, 3), advantages=0.5, rollout_logprobs=torch.tensor([-1.0, -2.0]))
+    empty = empty_sequence("advantages", "rollout_logprobs")
+    assert {name: x.dtype for name, x in empty.items()} == {name: x.dtype for name, x in full.items()}
+    assert all(len(x) == 0 for x in empty.values())
 
 
 def test_a_row_moves_to_a_device_as_a_whole():
