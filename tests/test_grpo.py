@@ -82,16 +82,22 @@ def settings(tiny, files, out, **changes):
 
 def train(args, world_size=1, **replaced):
     """The run's directory after grpo.main(args); `replaced` are stand-ins for what grpo.py imports."""
+    scorer = functools.partial(Scorer, callables=REWARDS)
 
     def job():
-        dist.destroy_process_group()    # main makes its own, as under torchrun
-        for name, value in (dict(Scorer=functools.partial(Scorer, callables=REWARDS)) | replaced).items():
+        for name, value in (dict(Scorer=scorer, init_distributed=joined) | replaced).items():
             assert hasattr(grpo, name), name
             setattr(grpo, name, value)
         grpo.main(args)
 
     run_ranks(world_size, job, timeout_s=120)
     return args.run.directory
+
+
+def joined(seed, timeout_s):
+    """init_distributed's result for ranks that are already joined."""
+    torch.manual_seed(seed)
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 
 def records(directory):
@@ -186,7 +192,7 @@ def gradient(policy, args, batch, capacity, order):
 
 
 def sharded(path):
-    policy = load_policy(path, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",)))
+    policy = load_policy(path, joined(0, 0.0))
     use_packed_attention(policy)
     return policy
 
@@ -496,15 +502,14 @@ def test_dynamic_sampling_keeps_whole_groups_with_spread_and_refills_the_step(ti
     """NVIDIA-NeMo/RL#3469: groups were torn, or the batch not refilled. Prompts with an even number always get 0, the
     others 0 or 1: only groups of the latter may be learnt from, and there are as many as a step wants."""
     reward = dict(functions=("odd",))
-    changes = dict(resample_tries=8, reward=reward, batch=dict(group_size=8), num_steps=1)
+    batch = dict(prompts_per_step=3, group_size=8, num_minibatches=1)
+    changes = dict(resample_tries=8, reward=reward, batch=batch, num_steps=3)
     for world_size in (1, 2):
         directory = train(settings(tiny, files, tmp_path / str(world_size), **changes), world_size, HfEngine=Scripted)
-        kept = samples(directory)
-        if world_size == 1:
-            assert len(kept) == 4    # one line for each group that is kept
+        kept = samples(directory)    # one line for each group that is kept, of rank 0's
         assert all(int(sample["prompt"].split("=")[0].split("+")[0]) % 2 for sample in kept)
-        [record] = records(directory)
-        assert 0 < record["reward/frac_zero_std"] < 1    # of all that was sampled
+        assert world_size > 1 or [sample["step"] for sample in kept] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        assert all(0 < record["reward/frac_zero_std"] < 1 for record in records(directory))    # of all that was sampled
 
 
 def test_a_reward_that_is_constant_for_ever_ends_the_rounds_with_a_message_and_no_update(tiny, files, tmp_path, capfd):
