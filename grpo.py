@@ -46,7 +46,7 @@ EMPTY = empty_sequence("advantages", "rollout_logprobs")  # what a rank without 
 @dataclass(frozen=True)
 class Args:
     model_path: Annotated[str, tyro.conf.arg(name="model")] = "built-in"
-    """Hugging Face directory or Hub name; built-in: a 0.8 M parameter model that half knows two-digit addition."""
+    """Hugging Face directory or Hub name; built-in: a 1 M parameter model that half knows two-digit addition."""
     data_paths: Annotated[tuple[str, ...], tyro.conf.arg(name="data")] = ("built-in",)
     """Training prompts: .jsonl or .parquet files, reasoning_gym:NAME:SIZE, or Hub names as NAME or NAME:SUBSET."""
     eval_paths: Annotated[tuple[str, ...], tyro.conf.arg(name="eval-data")] = ()

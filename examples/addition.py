@@ -1,4 +1,4 @@
-"""The built-in job: two-digit addition for a 0.8 M parameter model that can half do it.
+"""The built-in job: two-digit addition for a 1 M parameter model that can half do it.
 
 A model that RL can visibly improve within minutes on a CPU must be small, must sometimes be right, and must be made
 here, since nothing may be downloaded. So: a 4-layer Qwen2 with a character tokenizer, taught by a short supervised warm
@@ -27,13 +27,14 @@ MAX_WARM_START_STEPS = 1500
 
 # What the run is set to where the user says nothing: grpo.py without --model.
 SETTINGS = dict(
-    num_steps=160,
-    learning_rate=3e-4,
-    eval_every=40,
+    num_steps=260,
+    learning_rate=4e-4,  # 1e-3 diverges; constant 3e-4 stays below 0.85
+    eval_every=65,
     batch=dict(prompts_per_step=64, group_size=8, num_minibatches=2, tokens_per_row=8192),
     data=dict(max_prompt_tokens=8),
     rollout=dict(max_response_tokens=8),
     reward=dict(functions=("exact",)),
+    optim=dict(decay="linear"),
 )
 
 
