@@ -481,8 +481,8 @@ def test_ranks_that_ask_for_different_things_are_told_so_at_once(ranks, request)
     (dict(tensor_parallel_size=2), "--rollout.tensor-parallel-size 2: must be a divisor of the 3 ranks; try 1"),
     (dict(memory_fraction=1.0), "--rollout.memory-fraction 1.0: must be between 0 and 1; try 0.45"),
     (dict(length_bins=-1), "--rollout.length-bins -1: must be at least 0"),
-    (dict(engine="hf", quantization="fp8"), "--rollout.engine hf: must be vllm for an 8-bit engine"),
-    (dict(engine="hf", tensor_parallel_size=3), "--rollout.engine hf: must be vllm for tensor parallelism"),
+    (dict(engine="hf", quantization="fp8"), "--rollout.engine hf: must be vllm: hf has neither"),
+    (dict(engine="hf", tensor_parallel_size=3), "--rollout.engine hf: must be vllm: hf has neither"),
 ])
 def test_what_would_bias_or_break_training_is_refused(monkeypatch, setting, message):
     """vllm#42259: with top_p 0.9 and 0.95 of the mass kept every ratio is off by 1 / 0.95."""
