@@ -205,7 +205,7 @@ def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer
             raise ValueError(f"--eval-every {args.eval_every}: needs --eval-data FILE, or 0")
         scorer = Scorer(args.reward)
     except ValueError as error:
-        sys.exit(f"error: {error}" if dist.get_rank() == 0 else 1)
+        sys.exit(f"error: {error}" if dist.get_node_local_rank() == 0 else 1)  # a file may be missing on one host
     stream = PromptStream(datasets, args.batch.prompts_per_step, weights=args.data.weights, seed=args.seed)
     if dist.get_rank() == 0:
         args.run.open(args)
