@@ -45,7 +45,8 @@ def use_packed_attention(model: nn.Module) -> None:
     from transformers.masking_utils import AttentionMaskInterface
 
     # What is not routed through the interface would run as before, over the whole row, and say nothing.
-    layer_types = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    layer_types -= {"full_attention", "sliding_attention"}
     if layer_types or model._is_stateful or not model._supports_attention_backend:
         raise ValueError(
             f"{type(model).__name__}: mixes tokens by {', '.join(sorted(layer_types)) or 'code of its own'}, which "
