@@ -114,7 +114,7 @@ class _Engine:
         self.num_samples = -(-num_samples * config.tensor_parallel_size // world)
         self.max_model_len = max_prompt_tokens + config.max_response_tokens
         self.config, self.stop_ids = config, stop_ids
-        self.dtype = torch.bfloat16 if torch.cuda.is_available() or config.eight_bit else torch.float32
+        self.dtype = torch.bfloat16 if torch.cuda.is_available() or config.quantization != "none" else torch.float32
         self.state: Literal["asleep", "weights", "ready"] = "asleep"
         self.llm, self.sleeps = None, False  # vLLM's object, where that is the engine; whether memory moves
         self.expected_lengths: dict[int, int] = {}  # by hash of the prompt: length of its response that ended last

@@ -496,14 +496,15 @@ def test_what_would_bias_or_break_training_is_refused(monkeypatch, setting, mess
 
 
 @pytest.mark.slow
-def test_an_eight_bit_engine_takes_every_update(paths):
+@pytest.mark.parametrize("setting", [dict(quantization="fp8_per_channel"), dict(kv_cache_dtype="fp8")])
+def test_an_eight_bit_engine_takes_every_update(paths, setting):
     """vllm#28425: the second update crashed or served raw scales. Two updates, each against a new engine that loads the
     same weights from a file; and against the trainer within what 8 bits allow."""
     import tempfile
 
     from safetensors.torch import load_file, save_file
 
-    config = RolloutConfig(max_response_tokens=LIMIT, quantization="fp8_per_channel")
+    config = RolloutConfig(max_response_tokens=LIMIT, **setting)
     sizes = dict(max_prompt_tokens=16, num_samples=8, stop_ids=[EOS])
 
     def job(kept):
