@@ -479,8 +479,10 @@ def test_masking_truncated_responses_keeps_their_groups_statistics():
 def test_a_step_with_nothing_to_learn_from_changes_no_weight(tiny, files, tmp_path):
     """trl#3248: 0 / 0 when every response is truncated and masked. Here each is (the stop ids are ignored)."""
     changes = dict(advantage=dict(mask_truncated=True), rollout=dict(ignore_eos=True), optim=dict(weight_decay=0.1))
-    directory = train(settings(tiny, files, tmp_path, **changes), 2)
+    train(settings(tiny, files, tmp_path, num_steps=1, run=dict(save_every=1), **changes), 2)
+    directory = train(settings(tiny, files, tmp_path, run=dict(save_every=1, resume=True), **changes), 2)
     assert largest_difference(weights(directory), load_file(f"{tiny}/model.safetensors")) == 0
+    assert len(records(directory)) == 2
     for record in records(directory):
         assert record["response_length/clip_ratio"] == 1 and "actor/grad_norm" not in record
         assert all(value is None or math.isfinite(value) for value in record.values())
