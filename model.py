@@ -139,7 +139,8 @@ def find_model(name: str, longest: int, built_in: Callable[[], str]) -> str:
                 try:
                     name = snapshot_download(name, allow_patterns=patterns)
                 except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-                    raise ValueError(f"--model {name}: no such directory, and not on the Hub ({error})") from error
+                    why = " ".join(str(error).split())  # on one line
+                    raise ValueError(f"--model {name}: no such directory, and not on the Hub ({why})") from error
             if dist.is_initialized():
                 dist.barrier()
     if not (Path(name) / "config.json").exists():

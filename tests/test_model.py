@@ -182,7 +182,17 @@ def test_two_passes_of_one_policy_agree_whatever_its_dropout(tmp_path, number):
     run_ranks(1, job)
 
 
-def test_what_cannot_be_loaded_is_refused_by_name(tmp_path, paths):
+def test_what_cannot_be_loaded_is_refused_by_name(tmp_path, paths, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(*_, **__):
+        raise LocalEntryNotFoundError("no connection\nand no cache")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ValueError, match=r"--model some/name: no such .* Hub \(no connection and no cache\)"):
+        find_model("some/name", 8, built_in=lambda: "")
+    monkeypatch.undo()
     with pytest.raises(ValueError, match=r"--model .*/nowhere: no such directory, and not on the Hub"):
         find_model(str(tmp_path / "nowhere"), 8, built_in=lambda: "")
     with pytest.raises(ValueError, match=r"--model .*: has no config.json; give a Hugging Face model directory"):
