@@ -238,6 +238,8 @@ class PromptStream:
         weights: Sequence[float] = (),
         seed: int = 0,
     ):
+        if weights and len(weights) != len(datasets):
+            raise ValueError(f"--data.weights {tuple(weights)}: must be {len(datasets)} numbers, one for each data set")
         self.datasets = datasets
         self.batch_size = batch_size
         self.weights = list(weights) or [len(d) for d in datasets]

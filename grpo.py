@@ -203,10 +203,10 @@ def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer
             evals = load_prompts(args.eval_paths, tokenizer, replace(args.data, weights=()))
         if args.eval_every and not evals:
             raise ValueError(f"--eval-every {args.eval_every}: needs --eval-data FILE, or 0")
+        stream = PromptStream(datasets, args.batch.prompts_per_step, weights=args.data.weights, seed=args.seed)
         scorer = Scorer(args.reward)
     except ValueError as error:
         sys.exit(f"error: {error}" if dist.get_node_local_rank() == 0 else 1)  # a file may be missing on one host
-    stream = PromptStream(datasets, args.batch.prompts_per_step, weights=args.data.weights, seed=args.seed)
     if dist.get_rank() == 0:
         args.run.open(args)
         num_prompts, num_ranks = sum(map(len, datasets)), dist.get_world_size()

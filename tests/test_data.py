@@ -364,3 +364,8 @@ def test_sampling_seeds_follow_from_the_place_alone_and_differ_between_places():
     seeds = [sampling_seed(*place) for place in places]
     assert len(set(seeds)) == len(places) and all(0 <= seed < 2**31 for seed in seeds)
     assert seeds == [sampling_seed(*place) for place in places]
+
+
+def test_weights_that_are_not_one_for_each_data_set_are_refused():
+    with pytest.raises(ValueError, match=r"--data.weights \(1.0, 2.0\): must be 1 numbers"):
+        PromptStream([[Prompt([1], "a", "b", "s")]], 1, weights=(1.0, 2.0))
