@@ -27,7 +27,7 @@ MAX_WARM_START_STEPS = 1500
 
 # What the run is set to where the user says nothing: grpo.py without --model.
 SETTINGS = dict(
-    num_steps=320,
+    num_steps=360,
     learning_rate=4e-4,  # 1e-3 diverges; constant 3e-4 stays below 0.85
     eval_every=80,
     batch=dict(prompts_per_step=64, group_size=8, num_minibatches=2, tokens_per_row=8192),
