@@ -27,8 +27,10 @@ arXiv:2402.14740), Schulman 2016 (GAE, arXiv:1506.02438, eq. 16), Yu 2025 (DAPO,
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -58,6 +60,33 @@ class AdvantageConfig:
             raise ValueError(
                 f"--advantage.overlong-buffer {self.overlong_buffer}, --advantage.overlong-weight "
                 f"{self.overlong_weight}: must be at least 0; buffer 0 switches the penalty off"
+            )
+
+
+@dataclass(frozen=True)
+class GaeConfig:
+    gamma: float = 1.0
+    """Discount per token; 1: none."""
+    gae_lambda: float = 0.95
+    """1: returns less values, unbiased and noisy; 0: the critic's one-step errors, biased by it."""
+    whiten: bool = True
+    """Shift and scale the advantages of a batch to mean 0 and deviation 1, over all ranks."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference as a penalty in each token's reward (--loss.kl-coef: in the loss); 0: off."""
+    kl_target: float = 0.0
+    """Steer kl_coef so that this KL, in nats per token, comes out; 0: kl_coef is fixed."""
+    kl_horizon: int = 10_000
+    """Responses over which kl_coef changes by at most about 20 % when it is steered."""
+
+    def __post_init__(self):
+        if not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1):
+            raise ValueError(
+                f"--gae.gamma {self.gamma}, --gae.gae-lambda {self.gae_lambda}: must be in [0, 1]; try 1 and 0.95"
+            )
+        if min(self.kl_coef, self.kl_target) < 0 or self.kl_horizon < 1 or (self.kl_target and not self.kl_coef):
+            raise ValueError(
+                f"--gae.kl-coef {self.kl_coef}, --gae.kl-target {self.kl_target}, --gae.kl-horizon {self.kl_horizon}: "
+                "at least 0, 0 and 1, and a target needs a coefficient to start from; try 0.05, 0.01 and 10000"
             )
 
 
@@ -147,6 +176,84 @@ def gae(
         now.add_(then, alpha=gamma * lam)
     out = torch.zeros_like(rewards).masked_scatter(response_mask, advantages.t()[live])
     return out, torch.where(response_mask, out + values, 0.0)
+
+
+@torch.no_grad()
+def estimate(
+    rows: Sequence[Sequence], config: GaeConfig, kl_coef: float, group: dist.ProcessGroup | None = None
+) -> tuple[list[list], dict[str, float]]:
+    """The same rows (of each minibatch) with the fields "advantages" and "returns" [N], and statistics. Collective.
+
+    Rows are dataclasses with cu_seqlens [S+1] and the fields [N] response_mask, scores (of its sequence, on each
+    response token), values, rollout_logprobs, and with a kl_coef old_logprobs and ref_logprobs (packing.PackedRow).
+    Advantages are whitened over all rows of all ranks. Statistics, over the same: critic/vf_explained_var, of values
+    against Monte-Carlo returns (lambda 1), unless all returns are equal; actor/reward_kl_penalty, k1 of
+    KL(old|reference) in nats per token, and its weight, with a kl_coef.
+    """
+    columns = []
+    for row in itertools.chain.from_iterable(rows):
+        fields, mask, edges = row.fields, row.fields["response_mask"], row.cu_seqlens
+        logprobs = fields["old_logprobs"] if kl_coef else fields["rollout_logprobs"]
+        ref_logprobs = fields["ref_logprobs"] if kl_coef else logprobs
+        scores = fields["scores"][edges[1:].long() - 1]  # [S]
+        rewards = token_rewards(scores, logprobs, ref_logprobs, mask, edges, kl_coef=kl_coef)
+        advantages, returns = gae(rewards, fields["values"], mask, edges, gamma=config.gamma, lam=config.gae_lambda)
+        _, monte_carlo = gae(rewards, fields["values"], mask, edges, gamma=config.gamma, lam=1.0)
+        columns.append((advantages, returns, monte_carlo, fields["values"], logprobs - ref_logprobs, mask))
+    advantages, returns, monte_carlo, values, kl, mask = map(torch.cat, zip(*columns, strict=True))
+    explained, stats = explained_variance(values, monte_carlo, mask, group), {}
+    if not math.isnan(explained):
+        stats["critic/vf_explained_var"] = explained
+    if kl_coef:
+        kl, _ = _global_mean_std(kl, mask, group)
+        stats |= {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coef": kl_coef}
+    if config.whiten:
+        advantages = whiten(advantages, mask, group)
+    sizes = [len(row.tokens) for row in itertools.chain.from_iterable(rows)]
+    made = iter(zip(advantages.split(sizes), returns.split(sizes), strict=True))
+
+    def extended(row):
+        advantages, returns = next(made)
+        return dataclasses.replace(row, fields=row.fields | {"advantages": advantages, "returns": returns})
+
+    return [[extended(row) for row in minibatch] for minibatch in rows], stats
+
+
+def explained_variance(
+    values: Tensor, returns: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None
+) -> float:
+    """1 - Var(returns - values) / Var(returns) over the masked entries of all ranks: [N], [N], [N] bool. Collective.
+
+    1: the values are the returns up to a constant; 0: no better than a constant; nan where all returns are equal.
+    """
+    _, left = _global_mean_std(returns - values, mask, group)
+    _, spread = _global_mean_std(returns, mask, group)
+    return 1.0 - float(left / spread) ** 2 if spread > 0 else float("nan")
+
+
+class KlController:
+    """The weight of the KL penalty: fixed, or steered to a target by Ziegler's rule (as a Stateful, to be resumed).
+
+    coef <- coef x (1 + clip(kl / target - 1, -0.2, 0.2) x responses / horizon). Source: Ziegler 2019
+    (arXiv:1909.08593), section 2.2.
+    """
+
+    def __init__(self, config: GaeConfig):
+        self.config = config
+        self.coef = config.kl_coef
+
+    def update(self, kl: float, num_responses: int) -> None:
+        """kl: nats per token, measured on num_responses responses; the same numbers on all ranks."""
+        if self.config.kl_target:
+            error = min(0.2, max(-0.2, kl / self.config.kl_target - 1))
+            # Beyond one horizon per step the rule would overshoot, and reach 0 at five.
+            self.coef *= 1 + error * min(1.0, num_responses / self.config.kl_horizon)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.coef = state["coef"]
 
 
 def overlong_penalty(lengths: Tensor, limit: int, *, buffer: int, weight: float) -> Tensor:

@@ -31,11 +31,12 @@ from data import DataConfig, Prompt, PromptStream, load_prompts, sampling_seed, 
 from examples import addition
 from exchange import exchange
 from logprobs import token_logprobs, with_logprobs
-from losses import LossConfig, kl_estimate, masked_sum, policy_loss, sampler_correction, token_weights
+from losses import LossConfig, actor_loss
 from metrics import LogConfig, Metrics, total
 from model import ModelConfig, OptimConfig, copy_weights, find_model, init_distributed, learning_rate_at, load_policy
 from model import leave, make_optimizer, memory_plan, optimizer_step
-from packing import BatchConfig, PackedRow, empty_sequence, lay_out, sequence
+from offload import Offload
+from packing import BatchConfig, empty_sequence, lay_out, sequence
 from reshard import iter_full_params, sync_weights, verify_sync
 from rewards import RewardConfig, Scorer
 from rollout import HfEngine, Rollout, RolloutConfig, VllmEngine
@@ -69,6 +70,8 @@ class Args:
     """Compare the engine's weights with the trainer's after each sync, and stop on a difference."""
     quantize_gradients: bool = False
     """Reduce gradients over ranks in 8-bit blocks: a quarter of fp32's bytes, for slow links between hosts."""
+    offload: bool = False
+    """Adam's state and the reference wait in pinned host memory while they are not needed."""
     timeout_s: float = 3600.0
     """Longest that a rank waits for the others; above the longest rollout or reward."""
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(name="grpo"))
@@ -118,13 +121,15 @@ def main(args: Args) -> None:
     if args.quantize_gradients:
         quantize_gradients(policy)
     optimizer = make_optimizer(policy, args.optim, args.learning_rate)
+    limit = args.rollout.max_response_tokens
     sizes = dict(max_prompt_tokens=args.data.max_prompt_tokens, num_samples=args.batch.num_samples)
     kind = VllmEngine if args.rollout.engine == "vllm" else HfEngine
-    engine = kind(path, args.rollout, **sizes, stop_ids=stop_token_ids(path, tokenizer.eos_token_id), seed=args.seed)
     cache = AdvantageCache()
     state = {"policy": TrainState(policy, optimizer), "stream": stream, "generators": GeneratorState()}
     state |= {"reference": TrainState(reference, ())} if args.refresh_every else {}
     first_step = load(args.run.directory / "checkpoints", state) if args.run.resume else 0
+    offload = Offload(args.offload, reference, optimizer)
+    engine = kind(path, args.rollout, **sizes, stop_ids=stop_token_ids(path, tokenizer.eos_token_id), seed=args.seed)
     metrics = Metrics(args.run.directory, args.log, args.num_steps, first_step=first_step, settings=asdict(args))
 
     for step in range(first_step, args.num_steps):
@@ -145,25 +150,26 @@ def main(args: Args) -> None:
             sequences, minibatches = to_sequences(args, groups, advantages)
             rows, totals = lay_out(sequences, minibatches, args.batch, exchange=exchange, like=EMPTY)
             metrics.add_layout(policy, sequences, rows, args.batch.tokens_per_row, args.batch.num_epochs)
-            metrics.write_samples(step, groups, advantages, tokenizer.decode)
+            metrics.write_samples(step, groups, tokenizer.decode, advantages)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
 
         # 4. Log-probabilities that stay fixed during the update; skipped where they are not needed.
-        if args.batch.num_minibatches * args.batch.num_epochs > 1:
-            with metrics.timer("old_logprobs"):
-                rows = with_logprobs(policy, rows, "old_logprobs", temperature=args.rollout.temperature)
+        with metrics.timer("old_logprobs"):
+            given = 1 if args.batch.num_epochs == 1 else 0  # the first minibatch meets the policy as it is now
+            rows[given:] = with_logprobs(policy, rows[given:], "old_logprobs", temperature=args.rollout.temperature)
         if reference is not None:
-            with metrics.timer("ref_logprobs"):
+            with metrics.timer("ref_logprobs"), offload.present(reference):
                 rows = with_logprobs(reference, rows, "ref_logprobs", temperature=args.rollout.temperature)
 
         # 5. Update. Every loss term is divided by its minibatch's total over all ranks: ranks and rows just add up.
         learning_rate = learning_rate_at(step, args.num_steps, args.learning_rate, args.optim)
-        with metrics.timer("update"):
+        with metrics.timer("update"), offload.present(optimizer):
             for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
                 kl = torch.zeros((), device=mesh.device_type)
                 for i, row in enumerate(rows[m]):
                     policy.set_requires_gradient_sync(args.model.reduce_every_row or i == len(rows[m]) - 1)
-                    loss, stats = row_loss(args, policy, row, totals[m])
+                    logprobs, entropy = token_logprobs(policy, row, temperature=args.rollout.temperature)
+                    loss, stats = actor_loss(logprobs, entropy, row, totals[m], args.loss, limit)
                     loss.backward()
                     metrics.update(stats, row.num_response_tokens)
                     kl += stats["actor/ppo_kl"] * row.num_response_tokens / totals[m]["tokens"]
@@ -176,9 +182,10 @@ def main(args: Args) -> None:
         if mesh.size() > 1:
             metrics.add("communication/nccl_bw_gb", measure_bandwidth(1 << 22))
         if args.refresh_every and (step + 1) % args.refresh_every == 0:
-            copy_weights(policy, reference)
+            with offload.present(reference):
+                copy_weights(policy, reference)
         if args.run.save_every and (is_last or (step + 1) % args.run.save_every == 0):
-            with metrics.timer("save"):
+            with metrics.timer("save"), offload.present(reference, optimizer):
                 save(args.run.directory / "checkpoints", step + 1, state, keep=args.run.keep)
         metrics.log(step)
 
@@ -290,29 +297,6 @@ def to_sequences(args: Args, groups: list[Group], advantages: torch.Tensor) -> t
             sequences.append(sequence(rollout.prompt_ids, rollout.response_ids, **fields))
             minibatches.append(minibatch)
     return sequences, minibatches
-
-
-def row_loss(args: Args, policy, row: PackedRow, totals: dict[str, int]) -> tuple[torch.Tensor, dict]:
-    """This row's part of the minibatch's loss, and its statistics as means over the row's response tokens."""
-    how, fields, mask = args.loss, row.fields, row.fields["response_mask"]
-    logprobs, entropy = token_logprobs(policy, row, temperature=args.rollout.temperature)
-    old_logprobs = fields.get("old_logprobs", logprobs.detach())  # one optimizer step per batch: old is current
-    cap = dict(kind=how.importance, cap=how.importance_cap)
-    weights, mismatch = sampler_correction(old_logprobs, fields["rollout_logprobs"], mask, row.cu_seqlens, **cap)
-    each, normalizer = token_weights(how.normalize, mask, row.cu_seqlens, totals, args.rollout.max_response_tokens)
-    clips = dict(clip_low=how.clip_low, clip_high=how.clip_high, ratio=how.ratio, cu_seqlens=row.cu_seqlens)
-    scale = dict(normalizer=normalizer, token_weights=each, importance_weights=weights)
-    loss, stats = policy_loss(logprobs, old_logprobs, fields["advantages"], mask, **clips, **scale)
-    num_tokens = max(1, row.num_response_tokens)
-    stats |= {"pg_loss": loss * totals["tokens"] / num_tokens, "entropy": masked_sum(entropy, mask) / num_tokens}
-    if how.kl_coef:
-        kl = kl_estimate(logprobs, fields["ref_logprobs"], how.kl)
-        stats["kl_loss"] = masked_sum(kl, mask) / num_tokens
-        loss = loss + how.kl_coef * masked_sum(kl * each, mask) / normalizer
-    if how.entropy_coef:
-        loss = loss - how.entropy_coef * masked_sum(entropy * each, mask) / normalizer
-    actor = {f"actor/{name}": x.detach() for name, x in stats.items()}
-    return loss, actor | {f"rollout_corr/{name}": x for name, x in mismatch.items()}
 
 
 if __name__ == "__main__":

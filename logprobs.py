@@ -14,14 +14,15 @@ Worked example: logits [0, 0, -inf]: both live words have logprob -ln 2, the ent
 gradient is 0.
 
 One convention, one shift. x[i] belongs to tokens[i]: logprobs[i] = log pi(tokens[i] | tokens[<i]) comes from the hidden
-state at i - 1. The shift is in `_response_logprobs` and nowhere else. The first token of a sequence has logprob 0.
+state at i - 1, and so does a critic's values[i] = V(tokens[<i]). The shift is in `_states_before` and nowhere else. The
+first token of a sequence has logprob 0.
     tokens       5 6 | 7 8 9      response_mask 0 1 0 1 1      states used  5 7 8      targets 6 8 9
 
 Temperature divides the logits here exactly as in the sampler; otherwise every ratio is wrong by the tempering.
 
 Shapes: N tokens in a row, R response tokens, C tokens in a chunk, V vocabulary, D hidden size. Results are fp32; the
-products use the model's dtype, softmax and sums are fp32 (no logsumexp in bf16). Memory: two [C, V] fp32 matrices
-(three with a soft-cap) and the head's gradient, whatever R is.
+head's product takes the model's dtype and gives fp32; softmax and sums are fp32 (no logsumexp in bf16). Memory: two [C,
+V] fp32 matrices (three with a soft-cap) and the head's gradient, whatever R is.
 What we give up: the head's product is done twice. A fused kernel (Liger, cut cross-entropy) would save the reads of
 each chunk.
 Source: cut cross-entropy (Wijmans 2024, arXiv:2411.09009), section 4, without its kernel.
@@ -31,6 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -46,15 +48,28 @@ def token_logprobs(model: nn.Module, row, *, temperature: float = 1.0, chunk: in
     row without response tokens gives zeros that are still connected to every parameter, so that FSDP's backward runs on
     this rank as on the others.
     """
-    if not hasattr(model, "response_logprobs"):
-        model.response_logprobs = types.MethodType(_response_logprobs, model)
+    return _run(model, _response_logprobs, row, temperature, chunk)
+
+
+def token_values(critic: nn.Module, row) -> Tensor:
+    """V(tokens[<i]) at response tokens, 0 elsewhere: [N] fp32, with grad.
+
+    critic: a Transformers decoder under a head `score` of one number per token (model.load_critic); row and the rest as
+    in token_logprobs.
+    """
+    return _run(critic, _response_values, row)
+
+
+def _run(model: nn.Module, method, row, *options):
+    """method(model, ...) on the row, as a method that FSDP knows."""
+    if not hasattr(model, method.__name__):
+        setattr(model, method.__name__, types.MethodType(method, model))
         if isinstance(model, FSDPModule):
             # FSDP gathers parameters around forward alone; without this the head would be a sharded DTensor.
-            register_fsdp_forward_method(model, "response_logprobs")
+            register_fsdp_forward_method(model, method.__name__)
     positions = response_positions(row.fields["response_mask"], row.num_response_tokens)
-    result = model.response_logprobs(
-        row.tokens, row.position_ids, row.cu_seqlens, row.max_seqlen, positions, temperature, chunk
-    )
+    arguments = row.tokens, row.position_ids, row.cu_seqlens, row.max_seqlen, positions
+    result = getattr(model, method.__name__)(*arguments, *options)
     if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
         # No backward will come and free the root's gathered weights; parameters() would be them, in the compute dtype.
         model.reshard()
@@ -64,10 +79,18 @@ def token_logprobs(model: nn.Module, row, *, temperature: float = 1.0, chunk: in
 @torch.no_grad()
 def with_logprobs(model: nn.Module, rows: list[list], name: str, *, temperature: float) -> list[list]:
     """The same rows (of each minibatch) with one more field: the model's log-probabilities [N], by token_logprobs."""
+    return _with_field(rows, name, lambda row: token_logprobs(model, row, temperature=temperature)[0])
 
+
+@torch.no_grad()
+def with_values(critic: nn.Module, rows: list[list]) -> list[list]:
+    """The same rows (of each minibatch) with one more field, "values" [N], by token_values."""
+    return _with_field(rows, "values", lambda row: token_values(critic, row))
+
+
+def _with_field(rows: list[list], name: str, compute: Callable) -> list[list]:
     def extended(row):
-        logprobs, _ = token_logprobs(model, row, temperature=temperature)
-        return dataclasses.replace(row, fields=row.fields | {name: logprobs})
+        return dataclasses.replace(row, fields=row.fields | {name: compute(row)})
 
     return [[extended(row) for row in minibatch] for minibatch in rows]
 
@@ -90,7 +113,23 @@ def _response_logprobs(
     temperature: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    hidden = self.get_decoder()(
+    states = _states_before(self, tokens, position_ids, cu_seqlens, max_seqlen, positions)
+    head = self.get_output_embeddings()
+    softcap = getattr(self.config, "final_logit_softcapping", None)
+    logprobs, entropy = head_logprobs(states, head.weight, head.bias, tokens[positions], temperature, softcap, chunk)
+    zeros = torch.zeros(len(tokens), dtype=torch.float32, device=tokens.device)
+    return zeros.index_put((positions,), logprobs), zeros.index_put((positions,), entropy)
+
+
+def _response_values(self: nn.Module, tokens: Tensor, position_ids, cu_seqlens, max_seqlen, positions) -> Tensor:
+    states = _states_before(self, tokens, position_ids, cu_seqlens, max_seqlen, positions)
+    values = states.float() @ self.score.weight[0].float()  # bf16 would round a value of 0.9 to 1/256
+    return torch.zeros(len(tokens), device=tokens.device).index_put((positions,), values)
+
+
+def _states_before(model: nn.Module, tokens: Tensor, position_ids, cu_seqlens, max_seqlen, positions) -> Tensor:
+    """Hidden states [R, D] that have seen all tokens before each position [R], and not the token there."""
+    hidden = model.get_decoder()(
         input_ids=tokens[None],
         position_ids=position_ids[None],
         use_cache=False,
@@ -99,13 +138,7 @@ def _response_logprobs(
         max_length_q=max_seqlen,
         max_length_k=max_seqlen,
     ).last_hidden_state[0]  # [N, D]
-    head = self.get_output_embeddings()
-    softcap = getattr(self.config, "final_logit_softcapping", None)
-    logprobs, entropy = head_logprobs(
-        hidden[positions - 1], head.weight, head.bias, tokens[positions], temperature, softcap, chunk
-    )
-    zeros = torch.zeros(len(tokens), dtype=torch.float32, device=tokens.device)
-    return zeros.index_put((positions,), logprobs), zeros.index_put((positions,), entropy)
+    return hidden[positions - 1]
 
 
 def head_logprobs(
@@ -186,7 +219,11 @@ def _chunk_gradient(logits, targets: Tensor, entropy: Tensor, grad_logprobs, gra
 
 def _log_softmax(hidden, weight, bias, temperature, softcap) -> tuple[Tensor, Tensor | None]:
     """log-softmax [C, V] fp32, and d(capped)/d(raw) [C, V] if there is a cap."""
-    z = (hidden @ weight.t()).float()
+    # Not rounded to bf16 on the way: a logit of 20 would be off by up to 0.06, and sampler and trainer differ by that.
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        z = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    else:
+        z = hidden.float() @ weight.t().float()
     if bias is not None:
         z += bias
     slope = None

@@ -87,6 +87,70 @@ class LossConfig:
             raise ValueError(f"--loss.importance-cap {self.importance_cap}: must be at least 1; try 2")
 
 
+@dataclass(frozen=True)
+class CriticConfig:
+    learning_rate: float = 1e-5
+    """Peak learning rate of the critic."""
+    warmup_steps: int = 0
+    """Steps at the start in which the critic alone learns."""
+    value_clip: float = 0.2
+    """Values earn nothing more for moving further than this from those before the update; inf: no clipping."""
+
+    def __post_init__(self):
+        if self.learning_rate <= 0 or self.warmup_steps < 0 or self.value_clip <= 0:
+            raise ValueError(
+                f"--critic.learning-rate {self.learning_rate}, --critic.warmup-steps {self.warmup_steps}, "
+                f"--critic.value-clip {self.value_clip}: must be above 0, at least 0, above 0; try 1e-5, 0 and 0.2"
+            )
+
+
+def actor_loss(
+    logprobs: Tensor, entropy: Tensor, row, totals: Mapping[str, int], config: LossConfig, max_response_tokens: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """This row's part of the policy's loss (surrogate, KL to the reference, entropy bonus), and its statistics.
+
+    logprobs, entropy [N] with grad. row: any object with cu_seqlens [S+1], num_response_tokens and the fields [N]
+    response_mask, advantages, rollout_logprobs, and where they are needed old_logprobs (without it the current ones
+    serve: one optimizer step per batch) and ref_logprobs (packing.PackedRow). totals: response "tokens" and "sequences"
+    of the minibatch over all ranks: losses of rows and ranks just add up. Statistics are means over the row's response
+    tokens, named by their metric.
+    """
+    fields, mask = row.fields, row.fields["response_mask"]
+    old_logprobs = fields.get("old_logprobs", logprobs.detach())
+    correction = dict(kind=config.importance, cap=config.importance_cap)
+    weights, mismatch = sampler_correction(
+        old_logprobs, fields["rollout_logprobs"], mask, row.cu_seqlens, **correction
+    )
+    each, normalizer = token_weights(config.normalize, mask, row.cu_seqlens, totals, max_response_tokens)
+    clips = dict(clip_low=config.clip_low, clip_high=config.clip_high, ratio=config.ratio, cu_seqlens=row.cu_seqlens)
+    scale = dict(normalizer=normalizer, token_weights=each, importance_weights=weights)
+    loss, stats = policy_loss(logprobs, old_logprobs, fields["advantages"], mask, **clips, **scale)
+    num_tokens = max(1, row.num_response_tokens)
+    stats |= {"pg_loss": loss * totals["tokens"] / num_tokens, "entropy": masked_sum(entropy, mask) / num_tokens}
+    if config.kl_coef:
+        kl = kl_estimate(logprobs, fields["ref_logprobs"], config.kl)
+        stats["kl_loss"] = masked_sum(kl, mask) / num_tokens
+        loss = loss + config.kl_coef * masked_sum(kl * each, mask) / normalizer
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * masked_sum(entropy * each, mask) / normalizer
+    named = {f"actor/{name}": x.detach() for name, x in stats.items()}
+    return loss, named | {f"rollout_corr/{name}": x for name, x in mismatch.items()}
+
+
+def critic_loss(
+    values: Tensor, row, totals: Mapping[str, int], config: CriticConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """This row's part of the critic's loss, a mean over all response tokens of the minibatch, and its statistics.
+
+    values [N] with grad; row as in actor_loss, with the fields values (before the update) and returns [N].
+    """
+    fields, normalizer = row.fields, float(max(1, totals["tokens"]))
+    same = fields["values"], fields["returns"], fields["response_mask"]
+    loss, stats = value_loss(values, *same, clip=config.value_clip, normalizer=normalizer)
+    stats |= {"vf_loss": loss * normalizer / max(1, row.num_response_tokens)}
+    return loss, {f"critic/{name}": x.detach() for name, x in stats.items()}
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,

@@ -124,8 +124,9 @@ class Metrics:
         num_prompt = len(rollouts[0].prompt_ids)
         mean = sum(rewards) / len(rewards)
         spread = torch.tensor(rewards).std(correction=0).item()
-        self.update({"mean": mean, f"{source}/mean": mean, "std": spread}, prefix="reward/")
-        self.add("reward/frac_zero_std", float(max(rewards) == min(rewards)))
+        self.update({"mean": mean, f"{source}/mean": mean}, prefix="reward/")
+        if len(rewards) > 1:
+            self.update({"std": spread, "frac_zero_std": float(max(rewards) == min(rewards))}, prefix="reward/")
         self.add("prompt_length/mean", num_prompt)
         self.add("prompt_length/max", num_prompt, reduction="max")
         self.add("response_length/mean", sum(lengths) / len(lengths))
@@ -147,13 +148,19 @@ class Metrics:
             used = len(row.tokens) if row.source else 0
             self.add("packing/efficiency", used / max(capacity, used), max(capacity, used))
 
-    def write_samples(self, step: int, groups: Sequence, advantages: Tensor, decode: Callable[[Tensor], str]) -> None:
-        """Append one response of each of the first few groups to samples.jsonl. Rank 0 alone writes."""
+    def write_samples(
+        self, step: int, groups: Sequence, decode: Callable[[Tensor], str], advantages: Tensor | None = None
+    ) -> None:
+        """Append one response of each of the first few groups to samples.jsonl. Rank 0 alone writes.
+
+        advantages [P, G]: of the groups' samples, where a whole response has one.
+        """
         if self.is_rank0:
             with open(self.out_dir / "samples.jsonl", "a", encoding="utf-8") as file:
-                for group, row in zip(groups[: self.config.samples_per_step], advantages.tolist(), strict=False):
+                for i, group in enumerate(groups[: self.config.samples_per_step]):
                     sample = dict(step=step, prompt=group.prompt.text, response=decode(group.rollouts[0].response_ids))
-                    sample |= dict(answer=group.prompt.answer, reward=group.rewards[0], advantage=row[0])
+                    sample |= dict(answer=group.prompt.answer, reward=group.rewards[0])
+                    sample |= {} if advantages is None else dict(advantage=float(advantages[i, 0]))
                     file.write(json.dumps(sample, ensure_ascii=False) + "\n")
 
     @contextlib.contextmanager
@@ -168,11 +175,14 @@ class Metrics:
         self._utilization.record(name, start, time.perf_counter())
 
     def _switch(self) -> None:
-        """Book the time since the last switch on the running timer."""
+        """Book the time and the largest memory since the last switch on the running timer."""
+        name = self._timers[-1] if self._timers else "other"
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+            for key in ("perf/max_memory_gb", f"perf/max_memory_gb/{name}"):
+                self.add(key, torch.cuda.max_memory_allocated() / 2**30, reduction="max")
+            torch.cuda.reset_peak_memory_stats()
         now = time.perf_counter()
-        name = self._timers[-1] if self._timers else "other"
         self.add(f"timing_s/{name}", now - self._since, reduction="sum")
         self._since = now
 
@@ -183,9 +193,6 @@ class Metrics:
         step_s = now - self._step_start
         self._step_start = now
         self.add("timing_s/step", step_s, reduction="sum")
-        if torch.cuda.is_available():
-            self.add("perf/max_memory_gb", torch.cuda.max_memory_allocated() / 2**30, reduction="max")
-            torch.cuda.reset_peak_memory_stats()
         record = self._reduce()
         for phase, name in (("update", "actor"), ("ref_logprobs", "ref")):
             record[f"memory/{name}_gpu_util_pct"] = self._utilization.mean(phase)
@@ -371,7 +378,7 @@ def plot(metrics_file: Path, out_file: Path) -> None:
 
     records = [json.loads(line) for line in Path(metrics_file).read_text().splitlines()]
     panels = [
-        ("reward", ["reward/mean", "eval/reward"]),
+        ("reward", ["reward/mean", "eval/reward", "critic/vf_explained_var"]),
         ("response length [tokens]", ["response_length/mean"]),
         ("entropy [nats]", ["actor/entropy"]),
         ("KL [nats]", ["actor/ppo_kl", "actor/kl_loss", "rollout_corr/kl"]),

@@ -118,11 +118,12 @@ def leave() -> None:
     os._exit(0)
 
 
-def find_model(name: str, longest: int, built_in: Callable[[], str]) -> str:
+def find_model(name: str, longest: int, built_in: Callable[[], str], flag: str = "--model") -> str:
     """The local directory of a model: `name` itself if it is one, else its snapshot from the Hub. Collective.
 
-    The name "built-in" is what built_in() returns on rank 0. Raises ValueError for a directory without config.json, for
-    a Hub name that cannot be fetched, and for a model with fewer positions than `longest`, a prompt with its response.
+    The name "built-in" is what built_in() returns on rank 0. Raises ValueError, which begins with `flag`, for a
+    directory without config.json, for a Hub name that cannot be fetched, and for a model with fewer positions than
+    `longest`, a prompt with its response.
     """
     if name == "built-in":
         made = [built_in() if dist.get_rank() == 0 else None]
@@ -140,16 +141,16 @@ def find_model(name: str, longest: int, built_in: Callable[[], str]) -> str:
                     name = snapshot_download(name, allow_patterns=patterns)
                 except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
                     why = " ".join(str(error).split())  # on one line
-                    raise ValueError(f"--model {name}: no such directory, and not on the Hub ({why})") from error
+                    raise ValueError(f"{flag} {name}: no such directory, and not on the Hub ({why})") from error
             if dist.is_initialized():
                 dist.barrier()
     if not (Path(name) / "config.json").exists():
-        raise ValueError(f"--model {name}: has no config.json; give a Hugging Face model directory or a Hub name")
+        raise ValueError(f"{flag} {name}: has no config.json; give a Hugging Face model directory or a Hub name")
     config = json.loads((Path(name) / "config.json").read_text())
     positions = config.get("max_position_embeddings", longest)
     if longest > positions and not config.get("rope_scaling"):
         lengths = "--data.max-prompt-tokens + --rollout.max-response-tokens"
-        raise ValueError(f"--model {name}: has {positions} positions, {lengths} want {longest}; lower one of them")
+        raise ValueError(f"{flag} {name}: has {positions} positions, {lengths} want {longest}; lower one of them")
     return name
 
 
@@ -161,8 +162,24 @@ def load_policy(path: str, mesh: DeviceMesh, config: ModelConfig | None = None, 
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    return _load(AutoModelForCausalLM, AutoConfig.from_pretrained(path), path, mesh, config, trainable)
+
+
+def load_critic(path: str, mesh: DeviceMesh, config: ModelConfig | None = None, *, trainable: bool = True) -> nn.Module:
+    """The decoder at `path` under a head `score` of one number per token (sequence classification with one label).
+
+    As load_policy, and raises as it does. A checkpoint without the head, such as the policy's, gets a head of zeros:
+    first values are 0. trainable False: a frozen reward model, which must bring its head.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    hf_config = AutoConfig.from_pretrained(path, num_labels=1)
+    new = ("score.weight",) if trainable else ()
+    return _load(AutoModelForSequenceClassification, hf_config, path, mesh, config, trainable, new=new)
+
+
+def _load(auto_class, hf_config, path: str, mesh, config: ModelConfig | None, trainable: bool, new=()) -> nn.Module:
     config = config or ModelConfig()
-    hf_config = AutoConfig.from_pretrained(path)
     for unsupported in ("logit_scale", "logits_scaling"):
         if getattr(hf_config, unsupported, 1.0) != 1.0:
             raise ValueError(f"{path}: models that scale their logits ({unsupported}) are not supported")
@@ -172,9 +189,9 @@ def load_policy(path: str, mesh: DeviceMesh, config: ModelConfig | None = None, 
     compute_dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
     dtype = getattr(torch, config.master_dtype) if trainable else compute_dtype
     with parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+        model = auto_class.from_config(hf_config, dtype=dtype)
     model = shard(model, mesh, config, compute_dtype)
-    load_shards(model, path)
+    load_shards(model, path, new=new)
     if not trainable:
         model.requires_grad_(False)
         model.set_reshard_after_forward(True)  # no backward will come to free what a forward has gathered
@@ -225,7 +242,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: ModelConfig, compute_dtype
 def load_shards(model: nn.Module, path: str, *, new: tuple[str, ...] = ()) -> None:
     """Fill this rank's shards from the safetensors files in `path`, reading only its rows.
 
-    new: names of parameters that the checkpoint need not have (left as they are). Raises as load_policy does.
+    new: names of parameters that the checkpoint need not have: they become 0. Raises as load_policy does.
     """
     from safetensors import safe_open
 
@@ -246,6 +263,8 @@ def load_shards(model: nn.Module, path: str, *, new: tuple[str, ...] = ()) -> No
         for name, parameter in parameters.items():
             if name in where:
                 _load_rows(parameter, where[name].get_slice(name), f"{path}: {name}")
+            else:
+                parameter.detach().zero_()
 
 
 @torch.no_grad()

@@ -9,17 +9,17 @@ ranks and size 2, ranks 0, 1 are engine 0 and ranks 2, 3 engine 1. An engine's s
 - Level-2 sleep discards the weights; waking restores their memory alone. So `generate` demands `load_weights`.
 - `load_weights` wakes the KV cache last, when the trainer's buckets are gone, and resets the prefix cache: cached keys
   belong to the old policy and would be reused without a word.
-Where sleep is off (CPU, sleep_level 0) the states are the same and no memory moves.
-What comes back is token ids, each with its log-probability under the tempered distribution that it was drawn from;
-never text. Whether a response was cut is the engine's finish reason, never a guess from its length or its last token.
-On GPU and with tensor parallelism each request has its own seed, so a sample depends on (seed, prompt, sample) and not
-on its neighbours. On CPU vLLM walks over seeded requests one by one, so one seed is set per call.
+Where sleep is off (CPU, sleep_level 0) the states are the same and no memory moves. What comes back is token ids, each
+with its log-probability under the tempered distribution that it was drawn from; never text. Whether a response was cut
+is the engine's finish reason, never a guess from its length or its last token. On GPU and with tensor parallelism each
+request has its own seed, so a sample depends on (seed, prompt, sample) and not on its neighbours. On CPU vLLM walks
+over seeded requests one by one, so one seed is set per call.
 
 `HfEngine` has the same methods on top of Transformers' `generate`, with its own unsharded copy of the model (`generate`
 through a sharded model hangs when ranks stop at different lengths). Slower, with fewer parts: a reference.
 
-What we give up: sampling while training, tools, top-p and top-k (the sampler's distribution would be cut, ours not).
-Sources: Kwon 2023 (PagedAttention, arXiv:2309.06180); Sheng 2024 (HybridFlow, arXiv:2409.19256).
+Given up: sampling while training, tools, top-p and top-k (the sampler's distribution would be cut, ours not). Sources:
+Kwon 2023 (PagedAttention, arXiv:2309.06180); Sheng 2024 (HybridFlow, arXiv:2409.19256).
 """
 
 from __future__ import annotations
@@ -146,8 +146,7 @@ class _Engine:
                 sizes.append(tensor.numel() * tensor.element_size())
                 yield name, tensor
 
-        missing = self._load(stream())
-        if missing:
+        if missing := self._load(stream()):
             raise RuntimeError(f"weight sync left {len(missing)} engine parameters as they were: {sorted(missing)[:4]}")
         if self.sleeps and self.state == "weights":
             self.llm.wake_up(["kv_cache"])
@@ -239,11 +238,13 @@ class VllmEngine(_Engine):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         with _globals_restored():
-            import vllm
             import vllm._custom_ops
             if not self.on_gpu:
                 vllm._custom_ops._supports_onednn = False  # packed linears refuse new weights, and round more
             self.llm = vllm.LLM(path, seed=seed, **self._arguments())
+            warm_up = self._sampling_params(1.0, 0)
+            warm_up.max_tokens = 2  # kernels are compiled at their first use: before step 0, not in it
+            self.llm.generate([{"prompt_token_ids": [0]}] * self.num_samples, warm_up, use_tqdm=False)
         # What ranks share on CPU has the same name in every job; left behind by a killed one, it would fail the next.
         for file in Path("/dev/shm").glob("*-cpushm_*"):
             file.unlink(missing_ok=True)
@@ -266,10 +267,9 @@ class VllmEngine(_Engine):
             max_num_batched_tokens=max(config.max_num_batched_tokens or 16384, self.max_model_len),
             gpu_memory_utilization=config.memory_fraction,
             logprobs_mode="processed_logprobs",  # of the tempered distribution, the one the trainer computes
+            hf_overrides={"head_dtype": "float32"},  # logits rounded to bf16 would be off by up to 0.06
             generation_config="vllm",  # none of the model's own top-p or penalties
-            skip_tokenizer_init=True,
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
+            **dict(skip_tokenizer_init=True, disable_log_stats=True, use_tqdm_on_load=False),
         )
         if config.kv_cache_gb or not self.on_gpu:
             arguments["kv_cache_memory_bytes"] = int((config.kv_cache_gb or 0.25) * 2**30)
@@ -317,7 +317,7 @@ class VllmEngine(_Engine):
         expected = [self.expected_lengths.get(hash(tuple(prompt)), len(prompt)) for prompt in prompts]
         by_length = sorted(range(len(prompts)), key=lambda p: -expected[p])
         size = -(-len(prompts) // max(1, self.config.length_bins))  # one bin: the order they came in
-        return [p for start in range(0, len(prompts), size) for p in sorted(by_length[start : start + size])]
+        return [p for i in range(0, len(prompts), size) for p in sorted(by_length[i : i + size])]
 
     def _sampling_params(self, temperature: float, seed: int | None):
         from vllm import SamplingParams

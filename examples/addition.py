@@ -13,28 +13,39 @@ add.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 ALPHABET = "0123456789+="
 PAD, EOS = "<pad>", "<eos>"
-VERSION = 1  # of what make_model writes; part of the cache's name
-TARGET_ACCURACY = (0.45, 0.55)
+VERSION = 2  # of what make_model writes; part of the cache's name
+TARGET_ACCURACY = (0.50, 0.55)
+TARGET_PAIRS = 0.98  # of right and wrong answers that the reward model must tell apart
 MAX_WARM_START_STEPS = 1500
 
 # What the run is set to where the user says nothing: grpo.py without --model.
 SETTINGS = dict(
     num_steps=360,
-    learning_rate=4e-4,  # 1e-3 diverges; constant 3e-4 stays below 0.85
+    learning_rate=3e-4,  # 1e-3 diverges
     eval_every=80,
-    batch=dict(prompts_per_step=64, group_size=8, num_minibatches=2, tokens_per_row=8192),
+    batch=dict(prompts_per_step=128, group_size=4, num_minibatches=2, tokens_per_row=8192),
     data=dict(max_prompt_tokens=8),
     rollout=dict(max_response_tokens=8),
     reward=dict(functions=("exact",)),
     optim=dict(decay="linear"),
+)
+
+# The same for ppo.py.
+PPO_SETTINGS = SETTINGS | dict(
+    num_steps=300,
+    batch=dict(prompts_per_step=512, group_size=1, num_minibatches=2, tokens_per_row=8192),
+    critic=dict(learning_rate=1e-3),
+    gae=dict(gae_lambda=1.0),
 )
 
 
@@ -45,13 +56,16 @@ def problems(held_out: bool, num_held_out: int = 256) -> list[dict]:
     return [{"prompt": f"{i // 100:02d}+{i % 100:02d}=", "answer": f"{i // 100 + i % 100:03d}"} for i in chosen]
 
 
-def cached_model(seed: int) -> str:
-    """The directory of the built-in model for `seed`, made on the first call (about 20 s) and kept."""
+def cached_model(seed: int, reward_model: bool = False) -> str:
+    """The directory of the built-in model for `seed`, or of its reward model, made on the first call and kept."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "handful"
-    directory = cache / f"addition-v{VERSION}-seed{seed}"
+    directory = cache / f"addition-v{VERSION}-{'reward-' if reward_model else ''}seed{seed}"
     if not (directory / "config.json").exists():
         temporary = directory.with_suffix(f".{os.getpid()}")
-        make_model(temporary, seed)
+        if reward_model:
+            make_reward_model(temporary, seed, cached_model(seed))
+        else:
+            make_model(temporary, seed)
         try:
             temporary.rename(directory)
         except OSError:  # another run was faster; its bytes are the same
@@ -93,18 +107,24 @@ def make_model(out_dir: str | Path, seed: int) -> None:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )
-    # One thread: sums in another order would give other bytes on another machine.
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with reproducible(seed):
         model = Qwen2ForCausalLM(config)
         warm_start(model, tokenizer)
-    torch.set_num_threads(num_threads)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
+
+
+@contextlib.contextmanager
+def reproducible(seed: int) -> Iterator[None]:
+    """torch seeded, on one thread: sums in another order would give other bytes on another machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+    torch.set_num_threads(num_threads)
 
 
 def warm_start(model, tokenizer) -> None:
@@ -142,3 +162,80 @@ def sampled_accuracy(model, checks: torch.Tensor) -> float:
     """Share of right answers to expect at temperature 1: the mean probability of the answers in `checks` [B, 10]."""
     log_p = model(checks[:, :-1]).logits[:, 5:].log_softmax(-1)
     return float(log_p.gather(-1, checks[:, 6:, None]).sum((1, 2)).exp().mean())
+
+
+def make_reward_model(out_dir: str | Path, seed: int, policy_path: str) -> None:
+    """Write a reward model that starts from the policy's decoder; the same seed gives the same bytes.
+
+    It learns from pairs of one right and one wrong answer (Bradley-Terry): the logit of "right beats wrong" is the
+    difference of the scores. Raises RuntimeError if it does not tell 98 % of the held-out pairs apart.
+    """
+    from transformers import AutoTokenizer, Qwen2ForSequenceClassification
+
+    tokenizer = AutoTokenizer.from_pretrained(policy_path)
+    with reproducible(seed):
+        model = Qwen2ForSequenceClassification.from_pretrained(policy_path, num_labels=1, dtype=torch.float32)
+        accuracy = learn_preferences(model, tokenizer)
+    if accuracy < TARGET_PAIRS:
+        raise RuntimeError(f"the reward model tells {accuracy:.2f} of the pairs apart; try another --seed")
+    model.save_pretrained(out_dir)
+    tokenizer.save_pretrained(out_dir)
+
+
+def learn_preferences(model, tokenizer) -> float:
+    """Supervised steps on pairs until the model tells right from wrong; the share of held-out pairs that it does."""
+    learn, held_out = (right_answers(tokenizer, held_out) for held_out in (False, True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.0)
+    accuracy = 0.0
+    for step in range(MAX_WARM_START_STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(1.0, (step + 1) / 30)
+        right = learn[torch.randint(len(learn), (256,))]
+        margin = last_scores(model, right) - last_scores(model, corrupted(right, way=step % 4))
+        loss = -torch.nn.functional.logsigmoid(margin).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 25 == 24:
+            with torch.no_grad():
+                right, wrong = last_scores(model, held_out), last_scores(model, corrupted(held_out, way=2))
+            accuracy = float((right > wrong).float().mean())
+            if step % 100 == 99 or accuracy >= TARGET_PAIRS:
+                print(f"built-in reward model: step {step + 1}, {accuracy:.3f} of held-out pairs right", flush=True)
+            if accuracy >= TARGET_PAIRS:
+                break
+    return accuracy
+
+
+def right_answers(tokenizer, held_out: bool) -> torch.Tensor:
+    """[problems, 10] ids: prompt, right answer, end."""
+    ids = torch.tensor(tokenizer([r["prompt"] + r["answer"] for r in problems(held_out)])["input_ids"])
+    return torch.cat([ids, torch.full((len(ids), 1), tokenizer.eos_token_id)], dim=1)
+
+
+def corrupted(right: torch.Tensor, way: int) -> torch.Tensor:
+    """Wrong versions of right answers: [B, 10] -> [B, L].
+
+    way 0: the end missing, and 1 to 4 more characters; 1: ended too early; else: one to three tokens replaced.
+    """
+    length = int(torch.randint(1, 5, ()))
+    if way == 0:
+        more = torch.randint(2, len(ALPHABET) + 2, (len(right), length))
+        return torch.cat([right[:, :9], more], dim=1)
+    if way == 1:
+        return torch.cat([right[:, : 5 + min(length, 3)], right[:, -1:]], dim=1)
+    wrong = right.clone()
+    for _ in range(3):
+        place = torch.randint(6, 10, (len(right),))
+        shift = torch.randint(1, len(ALPHABET) + 1, (len(right),))
+        shift = torch.where((torch.rand(len(right)) < 0.3) | (wrong == right).all(1), shift, 0)
+        every = torch.arange(len(right))
+        # Modulo the vocabulary without the pad, token 0: a shift of 1 to 12 never gives the same token.
+        wrong[every, place] = (wrong[every, place] - 1 + shift) % (len(ALPHABET) + 1) + 1
+    return wrong
+
+
+def last_scores(model, ids: torch.Tensor) -> torch.Tensor:
+    """The score at the last token of each: [B, L] -> [B]; no pads, so any token may be the last."""
+    return model.score(model.model(ids, use_cache=False).last_hidden_state[:, -1]).squeeze(-1)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import TEMPERATURE, Scripted, joined, largest_difference, records, samples, settings, train, weights
 from lab import lab
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -35,105 +36,6 @@ from rewards import Scorer
 from rollout import HfEngine, Rollout, RolloutConfig, VllmEngine
 
 ROOT = Path(grpo.__file__).parent
-TEMPERATURE = 0.7
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("tiny"), "qwen2")
-
-
-@pytest.fixture(scope="session")
-def files(tmp_path_factory):
-    """Prompts in files of 16, 3, 1 and 7 rows, and reward functions in a file."""
-    directory = tmp_path_factory.mktemp("data")
-    for num in (16, 3, 1, 7):
-        rows = [{"prompt": f"{i}{'+' * (i % 3)}{i}=", "answer": str(i), "number": i} for i in range(num)]
-        (directory / f"{num}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (directory / "rewards.py").write_text(
-        "import os\ndef spread(response):\n    return sum(map(ord, response)) % 5 / 4\n"
-        "def fails(response):\n    return 1 / (os.environ['RANK'] != '1')\n"
-    )
-    return directory
-
-
-# In a fork, which is there sooner than a new interpreter; most groups have some spread by the first.
-REWARDS = {
-    "spread": lambda response: sum(map(ord, response)) % 5 / 4,
-    "quarter": lambda response: 0.25,
-    "odd": lambda response, number: float(number % 2 and len(response) % 2),
-}
-
-
-def settings(tiny, files, out, **changes):
-    """Args of a small job: 4 prompts x 4 samples of up to 6 tokens by the plain engine."""
-    base = dict(
-        model_path=tiny, data_paths=(str(files / "16.jsonl"),), num_steps=2, learning_rate=1e-2,
-        run=dict(output_dir=str(out), name="run"),
-        batch=dict(prompts_per_step=4, group_size=4, num_minibatches=2, tokens_per_row=512),
-        data=dict(max_prompt_tokens=16), optim=dict(warmup_steps=0), log=dict(plot_every=0, samples_per_step=1000),
-        rollout=dict(engine="hf", max_response_tokens=6, temperature=TEMPERATURE),
-        reward=dict(functions=("spread",), num_workers=1),
-    )
-    for name, value in changes.items():
-        base[name] = base.get(name, {}) | value if isinstance(value, dict) else value
-    return from_json(grpo.Args(), base)
-
-
-def train(args, world_size=1, **replaced):
-    """The run's directory after grpo.main(args); `replaced` are stand-ins for what grpo.py imports."""
-    scorer = functools.partial(Scorer, callables=REWARDS)
-
-    def job():
-        for name, value in (dict(Scorer=scorer, init_distributed=joined) | replaced).items():
-            assert hasattr(grpo, name), name
-            setattr(grpo, name, value)
-        grpo.main(args)
-
-    run_ranks(world_size, job, timeout_s=120)
-    return args.run.directory
-
-
-def joined(seed, timeout_s):
-    """init_distributed's result for ranks that are already joined."""
-    torch.manual_seed(seed)
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
-
-
-def records(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def samples(directory, step=None):
-    lines = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
-    return [sample for sample in lines if step in (None, sample["step"])]
-
-
-def weights(directory):
-    return load_file(directory / "hf" / "model.safetensors")
-
-
-def largest_difference(found, expected):
-    """Over all tensors, as a share of the largest value."""
-    assert found.keys() == expected.keys()
-    scale = max(x.abs().max().item() for x in expected.values())
-    assert scale > 0
-    return max((found[name] - x).abs().max().item() for name, x in expected.items()) / scale
-
-
-class Scripted(HfEngine):
-    """An engine whose responses follow from the prompt alone: the same ones on any number of ranks."""
-
-    def _run(self, prompts, num_samples, temperature, seed, finish):
-        for index in range(len(prompts) * num_samples):
-            prompt = prompts[index // num_samples]
-            draw = random.Random(repr((prompt, index % num_samples)))
-            num = draw.choice([1, 2, self.config.max_response_tokens])
-            ids = torch.tensor([draw.randrange(2, 14) for _ in range(num)])
-            logprobs = torch.tensor([draw.uniform(-3.5, -1.5) for _ in range(num)])
-            finish(index, Rollout(torch.tensor(prompt), ids, logprobs, num > 2))
-
-
 # The update does not depend on the layout (A08, A09, A10, A29, B05 of the field's bug reports)
 
 LENGTHS = [1, 2, 4, 8, 16, 32, 64, 128]
@@ -185,7 +87,8 @@ def gradient(policy, args, batch, capacity, order):
     [rows], [totals] = lay_out(mine, [0] * len(mine), config, exchange=exchange, like=grpo.EMPTY)
     for i, row in enumerate(rows):
         policy.set_requires_gradient_sync(i == len(rows) - 1)
-        grpo.row_loss(args, policy, row, totals)[0].backward()
+        logprobs, entropy = grpo.token_logprobs(policy, row, temperature=TEMPERATURE)
+        grpo.actor_loss(logprobs, entropy, row, totals, args.loss, 128)[0].backward()
     found = {name: p.grad.full_tensor() for name, p in policy.named_parameters()}
     policy.zero_grad()
     return found, len(rows), sum(not row.source for row in rows)
@@ -298,13 +201,13 @@ def test_after_the_first_of_two_minibatches_the_ratio_has_moved(tiny, files, tmp
     minibatch there is one policy; with two, the second one's ratio is not 1."""
 
     def watched(*arguments):
-        loss, stats = row_loss(*arguments)
+        loss, stats = actor_loss(*arguments)
         with open(tmp_path / "ppo_kl", "a") as file:
             print(stats["actor/ppo_kl"].item(), file=file)
         return loss, stats
 
-    row_loss = grpo.row_loss
-    train(settings(tiny, files, tmp_path, num_steps=1), row_loss=watched)
+    actor_loss = grpo.actor_loss
+    train(settings(tiny, files, tmp_path, num_steps=1), actor_loss=watched)
     first, second = map(float, (tmp_path / "ppo_kl").read_text().split())
     assert first == 0 and second > 1e-5
 

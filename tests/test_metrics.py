@@ -287,7 +287,7 @@ def test_the_first_samples_of_each_step_are_written_and_survive_a_resume_whateve
     metrics = Metrics(tmp_path, LogConfig(samples_per_step=2), 3)
     for step in range(2):
         groups = [group(f"{odd}{i}", torch.tensor([i]), float(i)) for i in range(3)]
-        metrics.write_samples(step, groups, torch.tensor([[0.5], [1.5], [2.5]]), lambda ids: f"{odd}{ids.item()}")
+        metrics.write_samples(step, groups, lambda ids: f"{odd}{ids.item()}", torch.tensor([[0.5], [1.5], [2.5]]))
     before = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
     first = json.loads(before[0])
     assert first == dict(step=0, prompt=odd + "0", response=odd + "0", answer="42", reward=0.0, advantage=0.5)
@@ -343,7 +343,7 @@ def test_only_the_first_rank_writes_prints_and_calls_wandb(tmp_path):
     def on_a_rank():
         directory = tmp_path / str(dist.get_rank())
         metrics = Metrics(directory, QUIET, 1)
-        metrics.write_samples(0, [group("a", torch.tensor([1]), 1.0)], torch.tensor([[0.5]]), str)
+        metrics.write_samples(0, [group("a", torch.tensor([1]), 1.0)], str, torch.tensor([[0.5]]))
         metrics.log(0)
         return directory.exists()
 
