@@ -1,0 +1,291 @@
+"""PPO: critic and policy learn from the same rows; what a batch of rollouts fixes is computed once; refusals."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+from jobs import Scripted, largest_difference, records, samples, settings, train, weights
+from ranks import run_ranks
+from tiny import save_tiny
+
+import grpo
+import ppo
+from advantages import GaeConfig, KlController, estimate, explained_variance, gae
+from attention import use_packed_attention
+from checkpoint import command_line, from_json
+from examples import addition
+from logprobs import token_values
+from packing import pack, sequence
+
+SMALL = dict(batch=dict(prompts_per_step=8, group_size=1, num_minibatches=2, tokens_per_row=512))
+
+
+def job(tiny, files, out, **changes):
+    for name, value in SMALL.items():
+        changes[name] = value | changes.get(name, {})
+    return settings(tiny, files, out, entry=ppo, **changes)
+
+
+def random_reward_model(directory, seed=0):
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    path = save_tiny(directory, seed=seed)
+    config = AutoConfig.from_pretrained(path, num_labels=1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
+    return path
+
+
+# The critic
+
+
+def test_the_two_scripts_have_the_same_phases():
+    """A diff of the two shows the algorithms' difference."""
+
+    def phases(script):
+        lines = [line.strip() for line in open(script.__file__) if line.strip().startswith("# ")]
+        return [line[2:].split(",")[0].split(".")[:2] for line in lines if line[2].isdigit()]
+
+    ours, theirs = phases(ppo), phases(grpo)
+    assert [number for number, _ in ours] == [number for number, _ in theirs] == list("123456")
+    assert [name.split()[0] for _, name in ours] == [name.split()[0] for _, name in theirs]
+
+
+def test_a_value_belongs_to_the_state_before_its_token_and_neighbours_do_not_matter(tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    path = random_reward_model(tmp_path)
+    ids = [torch.tensor([3, 4, 5, 6, 7, 8]), torch.tensor([9, 2, 3, 9, 1])]
+    plain = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    expected = [plain.score(plain.model(x[None], use_cache=False).last_hidden_state)[0, :, 0] for x in ids]
+    packed = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    use_packed_attention(packed)
+    [row] = pack([sequence(ids[0][:2], ids[0][2:]), sequence(ids[1][:1], ids[1][1:])], 64)
+    values = token_values(packed, row)
+    assert torch.allclose(values[2:6], expected[0][1:5], atol=1e-5)    # of the tokens at 2..5, from the states 1..4
+    assert torch.allclose(values[7:11], expected[1][0:4], atol=1e-5)
+    assert values[[0, 1, 6]].abs().max() == 0
+
+
+def test_a_policys_checkpoint_gets_a_critic_of_zeros_and_a_reward_model_must_have_its_head(tiny, tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from model import load_critic
+
+    reward_path = random_reward_model(tmp_path)
+
+    def loaded():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        [row] = pack([sequence(torch.tensor([3, 4]), torch.tensor([5, 6, 1]))], 8)
+        found = []
+        for path, trainable in ((tiny, True), (reward_path, True), (reward_path, False)):
+            critic = load_critic(path, mesh, trainable=trainable)
+            use_packed_attention(critic)
+            found.append(token_values(critic, row))
+            assert found[-1].requires_grad == trainable
+        with pytest.raises(ValueError, match="1 tensors of Qwen2ForSequenceClassification are missing: score.weight"):
+            load_critic(tiny, mesh, trainable=False)
+        return [x.detach() for x in found]
+
+    for zero, kept, frozen in run_ranks(2, loaded):
+        assert zero.abs().max() == 0 and kept.abs().max() > 1e-3 and torch.equal(kept, frozen)
+
+
+def test_explained_variance_is_1_for_the_returns_0_for_a_constant_and_less_for_worse():
+    returns, mask = torch.tensor([1.0, 2.0, 4.0, 9.0]), torch.tensor([True, True, True, False])
+    assert explained_variance(returns + 5, returns, mask) == pytest.approx(1.0)
+    assert explained_variance(torch.zeros(4), returns, mask) == pytest.approx(0.0)
+    assert explained_variance(-returns, returns, mask) == pytest.approx(-3.0)    # 1 - 2^2
+    assert math.isnan(explained_variance(returns, torch.ones(4), mask))
+
+
+def test_with_values_equal_to_the_returns_advantages_and_the_policy_gradient_are_0():
+    rewards, mask = torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.tensor([False, True, True, True])
+    cu_seqlens = torch.tensor([0, 4], dtype=torch.int32)
+    advantages, _ = gae(rewards, mask.float(), mask, cu_seqlens, gamma=1.0, lam=0.7)
+    assert advantages.abs().max() == 0
+
+
+def test_rows_estimate_like_one_row_and_the_batch_is_whitened_as_one():
+    draw = torch.Generator().manual_seed(0)
+    made = []
+    for length in (1, 3, 7, 2, 5):
+        fields = {name: torch.randn(length, generator=draw) for name in ("values", "old_logprobs", "ref_logprobs")}
+        fields |= dict(scores=float(length % 3), rollout_logprobs=0.0)
+        made.append(sequence(torch.tensor([3, 4]), torch.full((length,), 5), **fields))
+    config = GaeConfig(gamma=0.9, gae_lambda=0.8)
+    results = []
+    for capacity in (64, 9):
+        rows = pack(made, capacity)
+        [rows], stats = estimate([rows], config, 0.3)
+        pieces = {}
+        for row in rows:
+            for k, source in enumerate(row.source):
+                part = slice(row.cu_seqlens[k], row.cu_seqlens[k + 1])
+                pieces[source] = torch.stack([row.fields[name][part] for name in ("advantages", "returns")])
+        results.append((torch.cat([pieces[i] for i in range(5)], dim=1), stats))
+    (one, one_stats), (several, several_stats) = results
+    assert torch.allclose(one, several, atol=1e-6) and one_stats == pytest.approx(several_stats)
+    live = torch.cat([s["response_mask"] for s in made])
+    assert one[0, live].mean().abs() < 1e-6 and one[0, live].std() == pytest.approx(1.0)
+
+
+# The KL penalty
+
+
+def test_the_adaptive_coefficient_reaches_its_target_from_both_sides():
+    """A policy whose KL is 0.02 / coef: the target 0.05 asks for 0.4."""
+    for start in (0.01, 5.0):
+        penalty = KlController(GaeConfig(kl_coef=start, kl_target=0.05, kl_horizon=1000))
+        for _ in range(200):
+            penalty.update(0.02 / penalty.coef, 256)
+        assert penalty.coef == pytest.approx(0.4, rel=0.05)
+    again = KlController(GaeConfig(kl_coef=1.0, kl_target=0.05))
+    again.load_state_dict(penalty.state_dict())
+    assert again.coef == penalty.coef
+
+
+def test_without_a_target_the_coefficient_stays_and_one_step_never_moves_it_by_more_than_a_fifth():
+    fixed = KlController(GaeConfig(kl_coef=0.3))
+    fixed.update(100.0, 10**9)
+    steered = KlController(GaeConfig(kl_coef=0.3, kl_target=0.01))
+    steered.update(100.0, 10**9)
+    assert fixed.coef == 0.3 and steered.coef == pytest.approx(0.36)
+
+
+def test_a_kl_penalty_in_the_reward_holds_the_policy_back(tiny, files, tmp_path):
+    # The KL term of 1e-9 is there so that the KL is measured in the run without the penalty as well.
+    changes = dict(num_steps=10, learning_rate=3e-3, loss=dict(kl_coef=1e-9), batch=dict(group_size=8))
+    free = records(train(job(tiny, files, tmp_path / "free", **changes)))
+    held = records(train(job(tiny, files, tmp_path / "held", gae=dict(kl_coef=5.0), **changes)))
+    assert held[-1]["actor/kl_loss"] < 0.5 * free[-1]["actor/kl_loss"]
+    assert held[-1]["actor/reward_kl_penalty_coef"] == 5.0 and "actor/reward_kl_penalty" not in free[-1]
+
+
+# The loop
+
+
+def test_weights_are_the_same_on_1_2_and_3_ranks(tiny, files, tmp_path):
+    """Policy and critic over 2 minibatches x 2 epochs x 2 steps; 1e-5: fp32 sums in another order."""
+    changes = dict(batch=dict(num_epochs=2), learning_rate=1e-3, critic=dict(learning_rate=1e-3))
+    runs = [train(job(tiny, files, tmp_path / str(n), **changes), n, HfEngine=Scripted) for n in (1, 2, 3)]
+    for run in runs[1:]:
+        assert largest_difference(weights(run), weights(runs[0])) < 1e-5
+        for found, expected in zip(records(run), records(runs[0]), strict=True):
+            for name in ("critic/vf_loss", "critic/vf_explained_var", "critic/grad_norm", "actor/pg_loss"):
+                assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
+
+
+def test_the_critic_alone_learns_during_its_warm_up(tiny, files, tmp_path):
+    changes = dict(num_steps=3, critic=dict(warmup_steps=2, learning_rate=1e-2))
+    first, second, third = records(train(job(tiny, files, tmp_path, **changes)))
+    assert "actor/grad_norm" not in first and "actor/grad_norm" not in second and third["actor/grad_norm"] > 0
+    assert first["critic/grad_norm"] > 0
+
+
+def test_a_batch_of_rollouts_serves_for_several_steps(tiny, files, tmp_path):
+    """Sampled in steps 0 and 3; its advantages are computed once, and a new batch gets its own (A26)."""
+    calls = tmp_path / "calls"
+
+    def counted(rows, config, kl_coef):
+        with open(calls, "a") as file:
+            print("estimate", file=file)
+        return estimate(rows, config, kl_coef)
+
+    run = train(job(tiny, files, tmp_path, num_steps=5, rollout_every=3), estimate=counted)
+    assert [("timing_s/rollout" in r, "timing_s/values" in r) for r in records(run)] == [
+        (True, True), (False, False), (False, False), (True, True), (False, False)]
+    assert all(record["actor/grad_norm"] > 0 for record in records(run))
+    assert len(calls.read_text().splitlines()) == 2
+    assert {sample["step"] for sample in samples(run)} == {0, 3}
+    # The ratio is to the policy that sampled, so it has moved before the second step's first minibatch.
+    assert records(run)[1]["actor/ppo_kl"] > records(run)[0]["actor/ppo_kl"] > 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_four_steps_and_four_more_are_eight(tiny, files, tmp_path, world_size):
+    changes = dict(num_steps=8, rollout_every=2, learning_rate=1e-3, offload=True)
+    changes |= dict(gae=dict(kl_coef=0.1, kl_target=0.01))
+    whole = train(job(tiny, files, tmp_path / "whole", **changes), world_size)
+    run = dict(save_every=4)
+    train(job(tiny, files, tmp_path / "parts", **changes | dict(num_steps=4, run=run)), world_size)
+    parts = train(job(tiny, files, tmp_path / "parts", **changes | dict(run=run | dict(resume=True))), world_size)
+    assert all(torch.equal(weights(parts)[name], x) for name, x in weights(whole).items())
+    for name in ("step", "critic/vf_loss", "actor/reward_kl_penalty_coef", "actor/grad_norm"):
+        assert [record[name] for record in records(parts)] == [record[name] for record in records(whole)]
+
+
+def test_offload_changes_nothing(tiny, files, tmp_path):
+    reward_model = random_reward_model(tmp_path / "reward")
+    changes = dict(num_steps=3, gae=dict(kl_coef=0.1), reward_model_path=reward_model)
+    plain, moved = (train(job(tiny, files, tmp_path / str(x), offload=x, **changes)) for x in (False, True))
+    assert all(torch.equal(weights(moved)[name], x) for name, x in weights(plain).items())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_reward_model_scores_prompt_and_response_at_the_last_token(tiny, files, tmp_path, world_size):
+    from transformers import AutoModelForSequenceClassification
+
+    reward_model = random_reward_model(tmp_path / "reward", seed=3)
+    run = train(job(tiny, files, tmp_path, num_steps=1, reward_model_path=reward_model), world_size)
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
+    tokenizer = addition.make_tokenizer()
+    checked = 0
+    for sample in samples(run):
+        ids = tokenizer(sample["prompt"] + sample["response"])["input_ids"]
+        states = model.model(torch.tensor([ids]), use_cache=False).last_hidden_state
+        assert model.score(states[0, -1]).item() == pytest.approx(sample["reward"], abs=1e-4)
+        checked += 1
+    assert checked >= 4
+    assert records(run)[0]["reward/mean"] != 0
+
+
+def test_the_critic_learns_to_expect_the_return_of_a_fixed_policy(tiny, files, tmp_path):
+    """Explained variance of at least 0.5 against Monte-Carlo returns; the policy never moves. The first token decides
+    the reward, so that four of five values can know it, and the first cannot."""
+    changes = dict(
+        num_steps=40, reward=dict(functions=("low",)), gae=dict(gae_lambda=1.0),
+        critic=dict(warmup_steps=40, learning_rate=1e-2, value_clip=math.inf),
+        batch=dict(prompts_per_step=16, group_size=8, num_epochs=4),
+    )
+    found = [r["critic/vf_explained_var"] for r in records(train(job(tiny, files, tmp_path, **changes)))]
+    assert found[0] == pytest.approx(0.0, abs=1e-6) and sum(found[-10:]) / 10 >= 0.5
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("flags, parts", [
+    ("--rollout-every 0", ["--rollout-every 0", "at least 1"]),
+    ("--rollout-every 3 --eval-every 4", ["--eval-every 4", "multiple of --rollout-every", "3"]),
+    ("--rollout-every 3 --eval-every 0 --save-every 4", ["--save-every 4", "multiple of --rollout-every", "3"]),
+    ("--critic.learning-rate 0", ["--critic.learning-rate 0.0", "above 0", "1e-5"]),
+    ("--gae.gamma 1.5", ["--gae.gamma 1.5", "[0, 1]"]),
+    ("--gae.kl-target 0.1", ["--gae.kl-target 0.1", "coefficient"]),
+    ("--group-size 0", ["--group-size 0", "at least 1"]),
+    ("--tokens-per-row 15", ["--tokens-per-row 15", "at least 16"]),
+])
+def test_a_bad_setting_is_refused_in_a_line(monkeypatch, capfd, flags, parts):
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *flags.split()])
+    with pytest.raises(SystemExit) as stop:
+        command_line(ppo.Args(), addition.PPO_SETTINGS, ppo.__doc__)
+    assert stop.value.code not in (0, None)
+    printed = capfd.readouterr().err
+    assert any(all(part in line for part in parts) for line in printed.splitlines()), printed
+
+
+def test_a_reward_model_with_other_tokens_or_none_is_refused(tiny, files, tmp_path):
+    path = random_reward_model(tmp_path / "other")
+    tokenizer = json.loads(open(f"{path}/tokenizer.json").read())
+    tokenizer["model"]["vocab"] = {key: 13 - i for key, i in tokenizer["model"]["vocab"].items()}
+    open(f"{path}/tokenizer.json", "w").write(json.dumps(tokenizer))
+    for reward_model, message in ((path, "has other tokens than --model"), (str(tmp_path), "has no config.json")):
+        with pytest.raises(SystemExit, match=f"error: --reward-model {reward_model}: {message}"):
+            train(job(tiny, files, tmp_path, reward_model_path=reward_model))
+
+
+def test_the_built_in_settings_are_accepted():
+    assert from_json(ppo.Args(), addition.PPO_SETTINGS).batch.num_samples == 512
