@@ -190,27 +190,33 @@ def estimate(
     against Monte-Carlo returns (lambda 1), unless all returns are equal; actor/reward_kl_penalty, k1 of
     KL(old|reference) in nats per token, and its weight, with a kl_coef.
     """
-    columns = []
-    for row in itertools.chain.from_iterable(rows):
-        fields, mask, edges = row.fields, row.fields["response_mask"], row.cu_seqlens
-        logprobs = fields["old_logprobs"] if kl_coef else fields["rollout_logprobs"]
-        ref_logprobs = fields["ref_logprobs"] if kl_coef else logprobs
-        scores = fields["scores"][edges[1:].long() - 1]  # [S]
-        rewards = token_rewards(scores, logprobs, ref_logprobs, mask, edges, kl_coef=kl_coef)
-        advantages, returns = gae(rewards, fields["values"], mask, edges, gamma=config.gamma, lam=config.gae_lambda)
-        _, monte_carlo = gae(rewards, fields["values"], mask, edges, gamma=config.gamma, lam=1.0)
-        columns.append((advantages, returns, monte_carlo, fields["values"], logprobs - ref_logprobs, mask))
-    advantages, returns, monte_carlo, values, kl, mask = map(torch.cat, zip(*columns, strict=True))
+    everything = list(itertools.chain.from_iterable(rows))
+    device, sizes = everything[0].tokens.device, [len(row.tokens) for row in everything]
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([row.fields[name] for row in everything]).cpu()
+
+    # All rows at once and on the host: gae is a loop over tokens, and a GPU would launch a kernel for each.
+    offsets = itertools.accumulate(sizes, initial=0)
+    edges = [row.cu_seqlens.cpu()[:-1] + start for row, start in zip(everything, offsets, strict=False)]
+    edges = torch.cat([*edges, torch.tensor([sum(sizes)], dtype=torch.int32)])
+    mask, values = joined("response_mask"), joined("values")
+    logprobs = joined("old_logprobs" if kl_coef else "rollout_logprobs")
+    ref_logprobs = joined("ref_logprobs") if kl_coef else logprobs
+    scores = joined("scores")[edges[1:].long() - 1]  # [S]
+    rewards = token_rewards(scores, logprobs, ref_logprobs, mask, edges, kl_coef=kl_coef)
+    advantages, returns = gae(rewards, values, mask, edges, gamma=config.gamma, lam=config.gae_lambda)
+    # With values of 0 a return is a plain sum: A + V would round, and equal returns would not be equal.
+    monte_carlo, _ = gae(rewards, torch.zeros_like(values), mask, edges, gamma=config.gamma, lam=1.0)
     explained, stats = explained_variance(values, monte_carlo, mask, group), {}
     if not math.isnan(explained):
         stats["critic/vf_explained_var"] = explained
     if kl_coef:
-        kl, _ = _global_mean_std(kl, mask, group)
-        stats |= {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coef": kl_coef}
+        kl, _ = _global_mean_std(logprobs - ref_logprobs, mask, group)
+        stats |= {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": kl_coef}
     if config.whiten:
         advantages = whiten(advantages, mask, group)
-    sizes = [len(row.tokens) for row in itertools.chain.from_iterable(rows)]
-    made = iter(zip(advantages.split(sizes), returns.split(sizes), strict=True))
+    made = iter(zip(advantages.to(device).split(sizes), returns.to(device).split(sizes), strict=True))
 
     def extended(row):
         advantages, returns = next(made)
@@ -253,7 +259,8 @@ class KlController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef = state["coef"]
+        if self.config.kl_target:  # else the flag decides, also when it was changed
+            self.coef = state["coef"] or self.coef
 
 
 def overlong_penalty(lengths: Tensor, limit: int, *, buffer: int, weight: float) -> Tensor:

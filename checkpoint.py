@@ -142,7 +142,11 @@ class TrainState:
         self.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
+        is_fresh = isinstance(self.optimizer, torch.optim.Optimizer) and not self.optimizer.state
         model, optimizer = get_state_dict(self.model, self.optimizer)
+        if is_fresh:  # torch has made the state by a step of learning rate 0, which must not count
+            for state in self.optimizer.state.values():
+                state["step"].zero_()
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from comms import measure_bandwidth, quantize_gradients
 from data import DataConfig, Prompt, PromptStream, load_prompts, sampling_seed, stop_token_ids, to_prompts
 from examples import addition
 from exchange import exchange
-from logprobs import token_logprobs, with_logprobs
+from logprobs import token_logprobs, warm_up, with_logprobs
 from losses import LossConfig, actor_loss
 from metrics import LogConfig, Metrics, total
 from model import ModelConfig, OptimConfig, copy_weights, find_model, init_distributed, learning_rate_at, load_policy
@@ -130,6 +130,8 @@ def main(args: Args) -> None:
     first_step = load(args.run.directory / "checkpoints", state) if args.run.resume else 0
     offload = Offload(args.offload, reference, optimizer)
     engine = kind(path, args.rollout, **sizes, stop_ids=stop_token_ids(path, tokenizer.eos_token_id), seed=args.seed)
+    if mesh.device_type == "cuda":  # kernels are compiled at their first use: before step 0, not in it
+        warm_up(policy, args.batch.full_row(engine.max_model_len).to("cuda"))
     metrics = Metrics(args.run.directory, args.log, args.num_steps, first_step=first_step, settings=asdict(args))
 
     for step in range(first_step, args.num_steps):
@@ -149,7 +151,7 @@ def main(args: Args) -> None:
             # 3. Lay out. A minibatch is a fixed slice of the global prompt order; its rows stay for all epochs.
             sequences, minibatches = to_sequences(args, groups, advantages)
             rows, totals = lay_out(sequences, minibatches, args.batch, exchange=exchange, like=EMPTY)
-            metrics.add_layout(policy, sequences, rows, args.batch.tokens_per_row, args.batch.num_epochs)
+            metrics.add_layout((policy,), sequences, rows, args.batch.tokens_per_row, args.batch.num_epochs)
             metrics.write_samples(step, groups, tokenizer.decode, advantages)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
 

@@ -88,6 +88,12 @@ def with_values(critic: nn.Module, rows: list[list]) -> list[list]:
     return _with_field(rows, "values", lambda row: token_values(critic, row))
 
 
+def warm_up(model: nn.Module, row) -> None:
+    """A forward and backward of `row`, gradients dropped: kernels are compiled, the allocator has its blocks."""
+    token_logprobs(model, row)[0].sum().backward()
+    model.zero_grad(set_to_none=True)
+
+
 def _with_field(rows: list[list], name: str, compute: Callable) -> list[list]:
     def extended(row):
         return dataclasses.replace(row, fields=row.fields | {name: compute(row)})

@@ -89,6 +89,8 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
+    path: str = ""
+    """Model that it starts from, with its score head or one of zeros; empty: the reward model, or the policy."""
     learning_rate: float = 1e-5
     """Peak learning rate of the critic."""
     warmup_steps: int = 0
@@ -110,10 +112,10 @@ def actor_loss(
     """This row's part of the policy's loss (surrogate, KL to the reference, entropy bonus), and its statistics.
 
     logprobs, entropy [N] with grad. row: any object with cu_seqlens [S+1], num_response_tokens and the fields [N]
-    response_mask, advantages, rollout_logprobs, and where they are needed old_logprobs (without it the current ones
-    serve: one optimizer step per batch) and ref_logprobs (packing.PackedRow). totals: response "tokens" and "sequences"
-    of the minibatch over all ranks: losses of rows and ranks just add up. Statistics are means over the row's response
-    tokens, named by their metric.
+    response_mask, advantages, rollout_logprobs, old_logprobs unless they are the current ones (in the first minibatch
+    of a batch's only pass), and ref_logprobs if there is a KL term (packing.PackedRow). totals: response "tokens" and
+    "sequences" of the minibatch over all ranks: losses of rows and ranks just add up. Statistics are means over the
+    row's response tokens, named by their metric.
     """
     fields, mask = row.fields, row.fields["response_mask"]
     old_logprobs = fields.get("old_logprobs", logprobs.detach())

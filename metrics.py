@@ -63,9 +63,8 @@ class LogConfig:
                 f"--log.zero-std-alarm {self.zero_std_alarm}: at least 1"
             )
         if self.wandb_project and importlib.util.find_spec("wandb") is None:
-            raise ValueError(
-                f"--log.wandb-project {self.wandb_project}: needs wandb; install it with: pip install wandb"
-            )
+            flag = f"--log.wandb-project {self.wandb_project}"
+            raise ValueError(f"{flag}: needs wandb; install it with: pip install wandb")
 
 
 class Metrics:
@@ -80,7 +79,7 @@ class Metrics:
         self._entries: dict[tuple[str, str], tuple] = {}  # (name, reduction) -> (sum or extreme, weight)
         self._timers: list[str] = []
         self._since = self._step_start = time.perf_counter()
-        self._utilization = _UtilizationSampler()
+        self._device = _DeviceSampler()
         self._alarms: set[str] = set()
         self._steps_without_spread = 0
         self._step_times: list[float] = []
@@ -136,14 +135,14 @@ class Metrics:
         self.add("throughput/num_tokens", num_prompt + sum(lengths), reduction="sum")
 
     def add_layout(
-        self, model: torch.nn.Module, sequences: Sequence, rows: Sequence, capacity: int, num_epochs: int
+        self, models: Sequence[torch.nn.Module], sequences: Sequence, rows: Sequence, capacity: int, num_epochs: int
     ) -> None:
-        """How full the rows of all minibatches are, and the update's model FLOPs, by this rank's sequences and rows."""
-        lengths = [len(s["tokens"]) for s in sequences]
-        config = model.config.get_text_config()
-        size = sum(p.numel() for p in model.parameters())
-        flops = model_flops(size, config.num_hidden_layers, config.hidden_size, lengths)
-        self.add("perf/model_flops", num_epochs * flops, reduction="sum")
+        """How full the rows of all minibatches are, and the FLOPs of the models that they update, on this rank."""
+        for model in models:
+            config, size = model.config.get_text_config(), sum(p.numel() for p in model.parameters())
+            shape = size, config.num_hidden_layers, config.hidden_size
+            flops = model_flops(*shape, [len(s["tokens"]) for s in sequences])
+            self.add("perf/model_flops", num_epochs * flops, reduction="sum")
         for row in (row for minibatch in rows for row in minibatch):
             used = len(row.tokens) if row.source else 0
             self.add("packing/efficiency", used / max(capacity, used), max(capacity, used))
@@ -151,10 +150,7 @@ class Metrics:
     def write_samples(
         self, step: int, groups: Sequence, decode: Callable[[Tensor], str], advantages: Tensor | None = None
     ) -> None:
-        """Append one response of each of the first few groups to samples.jsonl. Rank 0 alone writes.
-
-        advantages [P, G]: of the groups' samples, where a whole response has one.
-        """
+        """Append a response of each of the first groups, with its advantage of [P, G], to samples.jsonl on rank 0."""
         if self.is_rank0:
             with open(self.out_dir / "samples.jsonl", "a", encoding="utf-8") as file:
                 for i, group in enumerate(groups[: self.config.samples_per_step]):
@@ -172,17 +168,14 @@ class Metrics:
         yield
         self._switch()
         self._timers.pop()
-        self._utilization.record(name, start, time.perf_counter())
+        self._device.record(name, start, time.perf_counter())
 
     def _switch(self) -> None:
-        """Book the time and the largest memory since the last switch on the running timer."""
-        name = self._timers[-1] if self._timers else "other"
+        """Book the time since the last switch on the running timer."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            for key in ("perf/max_memory_gb", f"perf/max_memory_gb/{name}"):
-                self.add(key, torch.cuda.max_memory_allocated() / 2**30, reduction="max")
-            torch.cuda.reset_peak_memory_stats()
         now = time.perf_counter()
+        name = self._timers[-1] if self._timers else "other"
         self.add(f"timing_s/{name}", now - self._since, reduction="sum")
         self._since = now
 
@@ -190,13 +183,14 @@ class Metrics:
         """The reduced record of this step, written on rank 0; clears everything for the next step. Collective."""
         self._switch()
         now = time.perf_counter()
-        step_s = now - self._step_start
-        self._step_start = now
+        step_s, self._step_start = now - self._step_start, now
         self.add("timing_s/step", step_s, reduction="sum")
+        for phase, gb in self._device.max_memory_gb().items():
+            self.add(f"perf/max_memory_gb{phase and '/'}{phase}", gb, reduction="max")
         record = self._reduce()
         for phase, name in (("update", "actor"), ("ref_logprobs", "ref")):
-            record[f"memory/{name}_gpu_util_pct"] = self._utilization.mean(phase)
-        self._utilization.clear()
+            record[f"memory/{name}_gpu_util_pct"] = self._device.mean_utilization(phase)
+        self._device.clear()
         self._derive(record, step_s)
         self._entries.clear()
         if self.is_rank0:
@@ -205,14 +199,11 @@ class Metrics:
         return record
 
     def _reduce(self) -> dict[str, float | None]:
-        keys = list(self._entries)
-        values = [torch.as_tensor(self._entries[key][0], dtype=torch.float64) for key in keys]
+        values = [torch.as_tensor(value, dtype=torch.float64) for value, _ in self._entries.values()]
         on_device = [v for v in values if v.is_cuda]
         moved = iter(torch.stack(on_device).tolist()) if on_device else iter(())  # one copy for all
-        local = {
-            key: (next(moved) if v.is_cuda else v.item(), self._entries[key][1])
-            for key, v in zip(keys, values, strict=True)
-        }
+        pairs = zip(self._entries.items(), values, strict=True)
+        local = {key: (next(moved) if v.is_cuda else v.item(), weight) for (key, (_, weight)), v in pairs}
         gathered = [local]
         if dist.is_initialized() and dist.get_world_size() > 1:
             gathered = [None] * dist.get_world_size()
@@ -285,15 +276,13 @@ class Metrics:
     def _find_alarms(self, record: dict) -> Iterator[tuple[str, str]]:
         mismatch = record.get("rollout_corr/kl", 0.0)
         if mismatch > self.config.mismatch_alarm:
-            yield (
-                "mismatch",
-                f"sampler and trainer differ by {mismatch:.3f} nats per token; run once with --verify-sync",
-            )
+            apart = f"sampler and trainer differ by {mismatch:.3f} nats per token"
+            yield "mismatch", f"{apart}; run once with --verify-sync"
         entropy = record.get("actor/entropy", math.inf)
         if entropy < self.config.entropy_alarm:
             yield "entropy", f"entropy is down to {entropy:.4f} nats; try --loss.entropy-coef or more --loss.clip-high"
-        flat = record.get("reward/frac_zero_std", 0.0) == 1.0
-        self._steps_without_spread = self._steps_without_spread + 1 if flat else 0
+        if (flat := record.get("reward/frac_zero_std")) is not None:
+            self._steps_without_spread = self._steps_without_spread + 1 if flat == 1.0 else 0
         if self._steps_without_spread >= self.config.zero_std_alarm:
             yield "spread", f"no group had any spread for {self._steps_without_spread} steps: too easy, or too hard"
 
@@ -327,18 +316,18 @@ def model_flops(num_parameters: int, num_layers: int, hidden_size: int, lengths:
     return 6 * num_parameters * sum(lengths) + attention
 
 
-class _UtilizationSampler:
-    """NVML utilisation of this process's GPU, sampled in a thread every 50 ms; absent without a GPU or NVML."""
+class _DeviceSampler:
+    """NVML utilisation and memory in use of this rank's GPU, sampled in a thread every 50 ms; no GPU or NVML: none."""
 
     def __init__(self):
-        self._samples: list[tuple[float, float]] = []
+        self._samples: list[tuple[float, float, float]] = []  # time, per cent, GiB
         self._spans: list[tuple[str, float, float]] = []
         if not torch.cuda.is_available():
             return
-        try:
-            import pynvml
-        except ImportError:
+        if importlib.util.find_spec("pynvml") is None:
             return
+        import pynvml
+
         pynvml.nvmlInit()
         # By UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's.
         uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
@@ -346,7 +335,10 @@ class _UtilizationSampler:
 
         def sample() -> None:
             while True:
-                self._samples.append((time.perf_counter(), pynvml.nvmlDeviceGetUtilizationRates(handle).gpu))
+                # Of the device: torch still counts what a sleeping engine has given back as allocated.
+                used_gb = pynvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30
+                busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
+                self._samples.append((time.perf_counter(), busy, used_gb))
                 time.sleep(0.05)
 
         threading.Thread(target=sample, daemon=True).start()
@@ -354,10 +346,18 @@ class _UtilizationSampler:
     def record(self, name: str, start: float, end: float) -> None:
         self._spans.append((name, start, end))
 
-    def mean(self, name: str) -> float | None:
+    def max_memory_gb(self) -> dict[str, float]:
+        """The most in use in each phase that was sampled, and under "" in all of the step."""
+        found: dict[str, float] = {}
+        for t, _, gb in list(self._samples):
+            for name in ("", *(n for n, start, end in self._spans if start <= t <= end)):
+                found[name] = max(gb, found.get(name, 0.0))
+        return found
+
+    def mean_utilization(self, name: str) -> float | None:
         """Mean per cent inside the phases called `name`; None if they lasted under half a second together."""
         spans = [(start, end) for n, start, end in self._spans if n == name]
-        values = [value for t, value in list(self._samples) if any(start <= t <= end for start, end in spans)]
+        values = [value for t, value, _ in list(self._samples) if any(start <= t <= end for start, end in spans)]
         if sum(end - start for start, end in spans) < 0.5 or not values:
             return None
         return sum(values) / len(values)
@@ -369,16 +369,16 @@ class _UtilizationSampler:
 
 def plot(metrics_file: Path, out_file: Path) -> None:
     """Draw the curves of a metrics.jsonl as one picture (nothing where matplotlib is not installed)."""
-    try:
-        import matplotlib
-    except ImportError:
+    if importlib.util.find_spec("matplotlib") is None:
         return
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     records = [json.loads(line) for line in Path(metrics_file).read_text().splitlines()]
     panels = [
-        ("reward", ["reward/mean", "eval/reward", "critic/vf_explained_var"]),
+        ("reward", ["reward/mean", "eval/reward"]),
         ("response length [tokens]", ["response_length/mean"]),
         ("entropy [nats]", ["actor/entropy"]),
         ("KL [nats]", ["actor/ppo_kl", "actor/kl_loss", "rollout_corr/kl"]),

@@ -154,6 +154,31 @@ def find_model(name: str, longest: int, built_in: Callable[[], str], flag: str =
     return name
 
 
+def find_critic(
+    name: str, longest: int, built_in: Callable[[], str], flag: str, policy_path: str, *, has_head: bool
+) -> str:
+    """find_model for a critic or reward model, which must have the tokens of the policy at policy_path; "" stays "".
+
+    has_head: it must be a sequence classifier with one label. Raises ValueError as find_model does.
+    """
+    from safetensors import safe_open
+    from transformers import AutoTokenizer
+
+    if not name:
+        return ""
+    path = find_model(name, longest, built_in, flag)
+    labels = 0
+    for file in Path(path).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            if "score.weight" in tensors.keys():
+                labels = tensors.get_slice("score.weight").get_shape()[0]
+    if has_head and labels != 1:
+        raise ValueError(f"{flag} {name}: is no sequence classifier with one label (score.weight [1, D])")
+    if len({str(sorted(AutoTokenizer.from_pretrained(p).get_vocab().items())) for p in (path, policy_path)}) > 1:
+        raise ValueError(f"{flag} {name}: has other tokens than the policy; they must share a tokenizer")
+    return path
+
+
 def load_policy(path: str, mesh: DeviceMesh, config: ModelConfig | None = None, *, trainable: bool = True) -> nn.Module:
     """The causal language model at `path` as FSDP2 shards over `mesh`, in training mode without dropout.
 
@@ -344,7 +369,9 @@ def optimizer_step(
     norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], max_grad_norm)
     norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not math.isfinite(norm):
-        raise FloatingPointError(f"gradient norm is {norm}: lower --learning-rate; see the last lines of samples.jsonl")
+        kind = type(model).__name__.removeprefix("FSDP")
+        advice = "lower its learning rate; see the last lines of samples.jsonl"
+        raise FloatingPointError(f"gradient norm of {kind} is {norm}: {advice}")
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()

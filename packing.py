@@ -98,6 +98,11 @@ class BatchConfig:
             f"minibatches of {self.num_samples // self.num_minibatches}, in rows of {self.tokens_per_row} tokens"
         )
 
+    def full_row(self, num_tokens: int) -> PackedRow:
+        """A row full of sequences of num_tokens tokens, the largest that an update may meet."""
+        ids = torch.zeros(num_tokens, dtype=torch.int64)
+        return pack([sequence(ids[:1], ids[1:])] * max(1, self.tokens_per_row // num_tokens), self.tokens_per_row)[0]
+
     @property
     def num_samples(self) -> int:
         """Responses in a step, over all ranks (B = P x G)."""

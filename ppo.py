@@ -2,14 +2,12 @@
 
     bash launch.sh ppo.py                               # a small built-in model learns to add, on a CPU, in minutes
     bash launch.sh ppo.py --reward-model built-in       # the same, rewarded by a small learned reward model
-    bash launch.sh ppo.py --model DIR --reward-model DIR --data x.jsonl --gae.kl-coef 0.05
 
 The policy samples a response per prompt; a rule or a reward model scores it. A critic, a second model of the same kind,
 says what score to expect after each token; generalised advantage estimation turns the two into an advantage per token.
 Policy and critic then take optimizer steps on the clipped surrogate and the clipped squared error. A batch of rollouts,
-with its values and advantages, can serve for several steps (--rollout-every). All sizes are over all ranks.
-P prompts, G samples per prompt, N tokens in a row. Sources: Schulman 2017 (arXiv:1707.06347), Ouyang 2022
-(InstructGPT, arXiv:2203.02155).
+with its values and advantages, can serve for several steps (--rollout-every). All sizes are over all ranks. G samples
+per prompt. Sources: Schulman 2017 (arXiv:1707.06347), Ouyang 2022 (InstructGPT, arXiv:2203.02155).
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ from comms import measure_bandwidth, quantize_gradients
 from data import DataConfig, Prompt, PromptStream, load_prompts, sampling_seed, stop_token_ids, to_prompts
 from examples import addition
 from exchange import exchange
-from logprobs import token_logprobs, token_values, with_logprobs, with_values
+from logprobs import token_logprobs, token_values, warm_up, with_logprobs, with_values
 from losses import CriticConfig, LossConfig, actor_loss, critic_loss
 from metrics import LogConfig, Metrics, total
-from model import ModelConfig, OptimConfig, find_model, init_distributed, learning_rate_at, leave, load_critic
-from model import load_policy, make_optimizer, memory_plan, optimizer_step
+from model import ModelConfig, OptimConfig, find_critic, find_model, init_distributed, learning_rate_at, leave
+from model import load_critic, load_policy, make_optimizer, memory_plan, optimizer_step
 from offload import Offload
-from packing import BatchConfig, empty_sequence, lay_out, sequence
+from packing import BatchConfig, PackedRow, empty_sequence, lay_out, sequence
 from reshard import iter_full_params, sync_weights, verify_sync
 from rewards import RewardConfig, Scorer, model_scores
 from rollout import HfEngine, Rollout, RolloutConfig, VllmEngine
@@ -48,8 +46,7 @@ class Args:
     model_path: Annotated[str, tyro.conf.arg(name="model")] = "built-in"
     """Hugging Face directory or Hub name; built-in: a 1 M parameter model that half knows two-digit addition."""
     reward_model_path: Annotated[str, tyro.conf.arg(name="reward-model")] = ""
-    """Sequence-classification model with one label that scores prompt and response, by the same tokenizer as --model;
-    empty: --reward.functions score; built-in: a small learned one for additions."""
+    """Sequence classifier of one label, with --model's tokens, that scores; empty: --reward.functions; or built-in."""
     data_paths: Annotated[tuple[str, ...], tyro.conf.arg(name="data")] = ("built-in",)
     """Training prompts: .jsonl or .parquet files, reasoning_gym:NAME:SIZE, or Hub names as NAME or NAME:SUBSET."""
     eval_paths: Annotated[tuple[str, ...], tyro.conf.arg(name="eval-data")] = ()
@@ -63,7 +60,7 @@ class Args:
     rollout_every: int = 1
     """Sample every this many steps; the steps between use the last batch, its values and its advantages once more."""
     eval_every: int = 0
-    """Evaluate every this many steps, and on the last batch, by --reward.functions and greedy decoding; 0: never."""
+    """Evaluate every this many steps, and on the last batch, by --reward.functions and greedily; 0: never."""
     verify_sync: bool = False
     """Compare the engine's weights with the trainer's after each sync, and stop on a difference."""
     quantize_gradients: bool = False
@@ -89,14 +86,16 @@ class Args:
     def __post_init__(self):
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         why = ", --data.max-prompt-tokens + --rollout.max-response-tokens"
-        row, every, steps = self.batch.tokens_per_row, self.rollout_every, f"a multiple of --rollout-every, or 0; try "
+        row, every = self.batch.tokens_per_row, max(1, self.rollout_every)
         corrected = self.loss.importance != "off" or not self.rollout.eight_bit
+        steps, often = self.num_steps, (self.eval_every, self.run.save_every)
+        multiple = f"a multiple of --rollout-every {every}; try"
         for flag, value, holds, rule in (
-            ("--num-steps", self.num_steps, self.num_steps >= 1, "at least 1; try 200"),
+            ("--rollout-every", self.rollout_every, self.rollout_every >= 1, "at least 1"),
+            ("--num-steps", steps, steps >= 1 and steps % every == 0, f"{multiple} {max(1, steps // every) * every}"),
+            ("--eval-every", often[0], often[0] >= 0 == often[0] % every, f"{multiple} {often[0] // every * every}"),
+            ("--save-every", often[1], often[1] % every == 0, f"{multiple} {often[1] // every * every}"),
             ("--learning-rate", self.learning_rate, self.learning_rate > 0, "above 0; try 1e-6"),
-            ("--rollout-every", every, every >= 1, "at least 1"),
-            ("--eval-every", self.eval_every, self.eval_every % max(1, every) == 0, f"{steps}{every}"),
-            ("--save-every", self.run.save_every, self.run.save_every % max(1, every) == 0, f"{steps}{every}"),
             ("--tokens-per-row", row, row >= longest, f"at least {longest}{why}"),
             ("--loss.importance", self.loss.importance, corrected, "token: an 8-bit sampler is another policy"),
         ):
@@ -114,20 +113,16 @@ class Group(NamedTuple):
 
 def main(args: Args) -> None:
     mesh = init_distributed(args.seed, args.timeout_s)
-    path, reward_path, tokenizer, stream, eval_prompts, scorer = prepare(args)
+    path, critic_path, reward_path, tokenizer, stream, eval_prompts, scorer = prepare(args)
     policy = load_policy(path, mesh, args.model)
-    critic = load_critic(reward_path or path, mesh, args.model)
+    critic = load_critic(critic_path or path, mesh, args.model)
     reference = load_policy(path, mesh, args.model, trainable=False) if args.loss.kl_coef or args.gae.kl_coef else None
     reward_model = load_critic(reward_path, mesh, args.model, trainable=False) if reward_path else None
     for model in filter(None, (policy, critic, reference, reward_model)):
         use_packed_attention(model)
     for model in (policy, critic) if args.quantize_gradients else ():
         quantize_gradients(model)
-    optimizer = make_optimizer(policy, args.optim, args.learning_rate)
-    critic_optimizer = make_optimizer(critic, args.optim, args.critic.learning_rate)
-    updates = {"critic": (critic, critic_optimizer, args.critic.learning_rate)}
-    updates |= {"actor": (policy, optimizer, args.learning_rate)}
-    limit = args.rollout.max_response_tokens
+    optimizer, critic_optimizer = (make_optimizer(x, args.optim, args.learning_rate) for x in (policy, critic))
     sizes = dict(max_prompt_tokens=args.data.max_prompt_tokens, num_samples=args.batch.num_samples)
     kind = VllmEngine if args.rollout.engine == "vllm" else HfEngine
     kl_penalty, cache = KlController(args.gae), AdvantageCache()
@@ -136,19 +131,19 @@ def main(args: Args) -> None:
     first_step = load(args.run.directory / "checkpoints", state) if args.run.resume else 0
     offload = Offload(args.offload, critic, reference, reward_model, optimizer, critic_optimizer)
     engine = kind(path, args.rollout, **sizes, stop_ids=stop_token_ids(path, tokenizer.eos_token_id), seed=args.seed)
+    if mesh.device_type == "cuda":  # kernels are compiled at their first use, most of them here
+        warm_up(policy, args.batch.full_row(engine.max_model_len).to("cuda"))
     metrics = Metrics(args.run.directory, args.log, args.num_steps, first_step=first_step, settings=asdict(args))
 
     for step in range(first_step, args.num_steps):
-        is_last = step == args.num_steps - 1
-        if step % args.rollout_every == 0 or step == first_step:
+        if step % args.rollout_every == 0:
             # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case.
             with engine.awake():
                 with metrics.timer("reshard"):
                     sync_weights(policy, engine, dtype=engine.dtype)
                     if args.verify_sync:
                         verify_sync(policy, engine, dtype=engine.dtype)
-                is_last_batch = step + args.rollout_every >= args.num_steps
-                if args.eval_every and (is_last_batch or step % args.eval_every == 0):
+                if args.eval_every and (step % args.eval_every == 0 or step + args.rollout_every == args.num_steps):
                     evaluate(args, engine, scorer, tokenizer, eval_prompts, metrics)
                 prompts = stream.take(args.batch.prompts_per_step)
                 with metrics.timer("rollout"):
@@ -161,7 +156,7 @@ def main(args: Args) -> None:
             with metrics.timer("layout"):
                 sequences, minibatches = to_sequences(args, groups)
                 rows, totals = lay_out(sequences, minibatches, args.batch, exchange=exchange, like=EMPTY)
-                metrics.add_layout(policy, sequences, rows, args.batch.tokens_per_row, args.batch.num_epochs)
+                metrics.add_layout((policy, critic), sequences, rows, args.batch.tokens_per_row, args.batch.num_epochs)
                 metrics.write_samples(step, groups, tokenizer.decode)
                 rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
             # 4. Log-probabilities and values that stay fixed during the update; skipped where they are not needed.
@@ -173,44 +168,38 @@ def main(args: Args) -> None:
                     rows = with_logprobs(reference, rows, "ref_logprobs", temperature=args.rollout.temperature)
             with metrics.timer("values"), offload.present(critic):
                 rows = with_values(critic, rows)
-        with metrics.timer("layout"):
+        with metrics.timer("advantages"):
             # Computed once per batch of rollouts, whatever the number of steps, passes and minibatches that it serves.
-            rollout = step // args.rollout_every
-            batch, stats = cache.get(rollout, lambda: estimate(rows, args.gae, kl_penalty.coef))  # noqa: B023
+            rollout_id = step // args.rollout_every
+            ready, stats = cache.get(rollout_id, lambda: estimate(rows, args.gae, kl_penalty.coef))  # noqa: B023
 
         # 5. Update. Every loss term is divided by its minibatch's total over all ranks: ranks and rows just add up.
-        actor_learns = step >= args.critic.warmup_steps
+        actor_step, actor_steps = (n - args.critic.warmup_steps for n in (step, args.num_steps))
+        actor_learns = actor_step >= 0
         with metrics.timer("update"), offload.present(critic, optimizer, critic_optimizer):
             for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
-                kl = torch.zeros((), device=mesh.device_type)
-                for i, row in enumerate(batch[m]):
-                    reduce = args.model.reduce_every_row or i == len(batch[m]) - 1
-                    critic.set_requires_gradient_sync(reduce)
-                    loss, critic_stats = critic_loss(token_values(critic, row), row, totals[m], args.critic)
-                    loss.backward()
-                    metrics.update(critic_stats, row.num_response_tokens)
-                    if actor_learns:
-                        policy.set_requires_gradient_sync(reduce)
-                        logprobs, entropy = token_logprobs(policy, row, temperature=args.rollout.temperature)
-                        loss, actor_stats = actor_loss(logprobs, entropy, row, totals[m], args.loss, limit)
-                        loss.backward()
-                        metrics.update(actor_stats, row.num_response_tokens)
-                        kl += actor_stats["actor/ppo_kl"] * row.num_response_tokens / totals[m]["tokens"]
-                for name, (model, its_optimizer, peak) in updates.items():
-                    if name == "critic" or actor_learns:
-                        learning_rate = learning_rate_at(step, args.num_steps, peak, args.optim)
-                        norm = optimizer_step(model, its_optimizer, learning_rate, args.optim.max_grad_norm)
-                        metrics.update({f"{name}/grad_norm": norm, f"{name}/lr": learning_rate})
-                if args.loss.target_kl and total(kl) > args.loss.target_kl:
-                    break
+                accumulate(args, critic, ready[m], totals[m], metrics)
+                learning_rate = learning_rate_at(step, args.num_steps, args.critic.learning_rate, args.optim)
+                norm = optimizer_step(critic, critic_optimizer, learning_rate, args.optim.max_grad_norm)
+                metrics.update({"critic/grad_norm": norm, "critic/lr": learning_rate})
+                if actor_learns:
+                    kl = accumulate(args, policy, ready[m], totals[m], metrics)
+                    if args.loss.target_kl and total(kl) > args.loss.target_kl:
+                        policy.zero_grad()
+                        actor_learns = False  # for the rest of this step; the critic goes on
+                        continue
+                    learning_rate = learning_rate_at(actor_step, actor_steps, args.learning_rate, args.optim)
+                    norm = optimizer_step(policy, optimizer, learning_rate, args.optim.max_grad_norm)
+                    metrics.update({"actor/grad_norm": norm, "actor/lr": learning_rate})
 
         # 6. Report, adapt, save.
-        metrics.update(stats)
+        if step % args.rollout_every == 0:
+            metrics.update(stats)
         if args.gae.kl_coef and (step + 1) % args.rollout_every == 0:
             kl_penalty.update(stats["actor/reward_kl_penalty"], args.batch.num_samples)
         if mesh.size() > 1:
             metrics.add("communication/nccl_bw_gb", measure_bandwidth(1 << 22))
-        if args.run.save_every and (is_last or (step + 1) % args.run.save_every == 0):
+        if args.run.save_every and ((step + 1) % args.run.save_every == 0 or step + 1 == args.num_steps):
             with metrics.timer("save"), offload.present(critic, optimizer, critic_optimizer):
                 save(args.run.directory / "checkpoints", step + 1, state, keep=args.run.keep)
         metrics.log(step)
@@ -219,20 +208,18 @@ def main(args: Args) -> None:
     scorer.close()
 
 
-def prepare(args: Args) -> tuple[str, str, object, PromptStream, list[Prompt], Scorer]:
-    """(model and reward model directory, tokenizer, stream, evaluation prompts, scorer); what can be refused, early."""
+def prepare(args: Args) -> tuple[str, str, str, object, PromptStream, list[Prompt], Scorer]:
+    """(directories of policy, critic and reward model, tokenizer, stream, evaluation prompts, scorer), or a refusal."""
     from transformers import AutoTokenizer, logging
 
     logging.disable_progress_bar()
     try:
-        longest, reward_path = args.data.max_prompt_tokens + args.rollout.max_response_tokens, args.reward_model_path
+        longest = args.data.max_prompt_tokens + args.rollout.max_response_tokens
         path = find_model(args.model_path, longest, built_in=lambda: addition.cached_model(args.seed))
         tokenizer = AutoTokenizer.from_pretrained(path)
-        if reward_path:
-            make = lambda: addition.cached_model(args.seed, reward_model=True)
-            reward_path = find_model(reward_path, longest, built_in=make, flag="--reward-model")
-            if AutoTokenizer.from_pretrained(reward_path).get_vocab() != tokenizer.get_vocab():
-                raise ValueError(f"--reward-model {reward_path}: has other tokens than --model {args.model_path}")
+        other = longest, lambda: addition.cached_model(args.seed, reward_model=True)
+        reward_path = find_critic(args.reward_model_path, *other, "--reward-model", path, has_head=True)
+        critic_path = find_critic(args.critic.path, *other, "--critic.path", path, has_head=False) or reward_path
         if args.data_paths == ("built-in",):
             rows = map(addition.problems, (False, True))  # to learn from, and held out
             datasets, evals = ([to_prompts(r, tokenizer, args.data, "addition")] for r in rows)
@@ -248,16 +235,16 @@ def prepare(args: Args) -> tuple[str, str, object, PromptStream, list[Prompt], S
     if dist.get_rank() == 0:
         args.run.open(args)
         num_prompts, num_ranks = sum(map(len, datasets)), dist.get_world_size()
-        frozen = bool(args.loss.kl_coef or args.gae.kl_coef)
+        has_reference = bool(args.loss.kl_coef or args.gae.kl_coef)
         plan = {
-            "policy": f"{path}: {memory_plan(path, num_ranks, args.model, frozen_copies=frozen)}",
-            "critic": memory_plan(reward_path or path, num_ranks, args.model, frozen_copies=bool(reward_path)),
+            "policy": f"{path}: {memory_plan(path, num_ranks, args.model, frozen_copies=has_reference)}",
+            "critic": memory_plan(critic_path or path, num_ranks, args.model, frozen_copies=bool(reward_path)),
             "data": f"{num_prompts} prompts for {args.num_steps} steps, {sum(map(len, evals))} to evaluate",
             "ranks": f"{num_ranks}; {num_ranks // args.rollout.tensor_parallel_size} {args.rollout.engine} engines",
             "batch": args.batch.describe(args.data.max_prompt_tokens, args.rollout.max_response_tokens),
         }
         print("\n".join(f"{name:>8}  {text}" for name, text in plan.items()), flush=True)
-    return path, reward_path, tokenizer, stream, sum(evals, []), scorer
+    return path, critic_path, reward_path, tokenizer, stream, sum(evals, []), scorer
 
 
 def draw(engine, scorer: Scorer | None, tokenizer, prompts: list[Prompt], num_samples: int, seed, temperature=None):
@@ -275,17 +262,17 @@ def draw(engine, scorer: Scorer | None, tokenizer, prompts: list[Prompt], num_sa
 
 def score(args: Args, prompts: list[Prompt], drawn, scorer: Scorer, reward_model, metrics: Metrics) -> list[Group]:
     """This rank's groups: its rollouts with the rewards of the rule, or of the reward model where there is one."""
-    size, longest = args.batch.group_size, args.batch.tokens_per_row
+    size = args.batch.group_size
     if reward_model is None:
         rewards, stats = scorer.collect(len(drawn) * size)
         metrics.update(stats, len(rewards), prefix="reward/")
     else:
         texts = [torch.cat([r.prompt_ids, r.response_ids]) for rollouts in drawn.values() for r in rollouts]
-        rewards = model_scores(reward_model, texts, tokens_per_row=longest)
-    groups = []
-    for i, (position, rollouts) in enumerate(drawn.items()):
-        groups.append(Group(position, prompts[position], rollouts, rewards[i * size : (i + 1) * size]))
-        metrics.add_group(prompts[position].source, groups[-1].rewards, rollouts)
+        rewards = model_scores(reward_model, texts, tokens_per_row=args.batch.tokens_per_row)
+    parts = [rewards[i * size : (i + 1) * size] for i in range(len(drawn))]
+    groups = [Group(p, prompts[p], rollouts, part) for (p, rollouts), part in zip(drawn.items(), parts, strict=True)]
+    for group in groups:
+        metrics.add_group(group.prompt.source, group.rewards, group.rollouts)
     return groups
 
 
@@ -298,16 +285,30 @@ def evaluate(args: Args, engine, scorer: Scorer, tokenizer, prompts: list[Prompt
         metrics.update({"reward": reward, f"{prompts[position].source}/reward": reward}, prefix="eval/")
 
 
+def accumulate(args: Args, model, rows: list[PackedRow], totals: dict[str, int], metrics: Metrics) -> torch.Tensor:
+    """Add the gradients of a minibatch's loss to the model, policy or critic; returns this rank's share of ppo_kl."""
+    kl = torch.zeros((), device=rows[0].tokens.device)
+    for i, row in enumerate(rows):
+        model.set_requires_gradient_sync(args.model.reduce_every_row or i == len(rows) - 1)
+        if hasattr(model, "score"):
+            loss, stats = critic_loss(token_values(model, row), row, totals, args.critic)
+        else:
+            logprobs, entropy = token_logprobs(model, row, temperature=args.rollout.temperature)
+            loss, stats = actor_loss(logprobs, entropy, row, totals, args.loss, args.rollout.max_response_tokens)
+            kl += stats["actor/ppo_kl"] * row.num_response_tokens / totals["tokens"]
+        loss.backward()
+        metrics.update(stats, row.num_response_tokens)
+    return kl
+
+
 def to_sequences(args: Args, groups: list[Group]) -> tuple[list[dict], list[int]]:
     """This rank's samples, each with its score on all response tokens, and the minibatch of each. Collective."""
-    sequences, minibatches = [], []
+    sequences = []
+    for rollout, reward in ((r, x) for g in groups for r, x in zip(g.rollouts, g.rewards, strict=True)):
+        fields = dict(scores=reward, rollout_logprobs=rollout.logprobs)
+        sequences.append(sequence(rollout.prompt_ids, rollout.response_ids, **fields))
     places = args.batch.minibatches([g.position for g in groups])
-    for group, minibatch in zip(groups, places, strict=True):
-        for rollout, reward in zip(group.rollouts, group.rewards, strict=True):
-            fields = dict(scores=reward, rollout_logprobs=rollout.logprobs)
-            sequences.append(sequence(rollout.prompt_ids, rollout.response_ids, **fields))
-            minibatches.append(minibatch)
-    return sequences, minibatches
+    return sequences, [m for m, g in zip(places, groups, strict=True) for _ in g.rollouts]
 
 
 if __name__ == "__main__":

@@ -372,7 +372,7 @@ def model_scores(model, sequences: Sequence[Sequence[int]], *, tokens_per_row: i
     packed = model.config._attn_implementation == "packed"
     if model.config.num_labels != 1 or not hasattr(model, "score") or model.config._attn_implementation == "eager":
         raise ValueError(f"{type(model).__name__}: needs a `score` head, num_labels 1 and attention other than eager")
-    rows = []
+    rows, scores, outputs = [], [], []
     for sequence in sequences:
         if not rows or sum(map(len, rows[-1])) + len(sequence) > tokens_per_row:
             rows.append([])
@@ -381,9 +381,9 @@ def model_scores(model, sequences: Sequence[Sequence[int]], *, tokens_per_row: i
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(num_rows, torch.distributed.ReduceOp.MAX)
     rows += [[torch.zeros(1, dtype=torch.long, device=model.device)]] * (int(num_rows) - len(rows))
-    scores, outputs = [], []
     # All tokens' scores, from the head itself: the model's own choice among them goes by the value of the pad token.
-    with torch.no_grad(), model.score.register_forward_hook(lambda module, inputs, output: outputs.append(output)):
+    read = lambda head, inputs, _: outputs.append(inputs[0].float() @ head.weight.t().float())  # bf16 rounds 10 to 1/16
+    with torch.no_grad(), model.score.register_forward_hook(read):
         for row in rows:
             edges = torch.tensor([0, *map(len, row)], device=model.device).cumsum(0).int()
             positions = torch.cat([torch.arange(len(sequence), device=model.device) for sequence in row])

@@ -25,7 +25,7 @@ ALPHABET = "0123456789+="
 PAD, EOS = "<pad>", "<eos>"
 VERSION = 2  # of what make_model writes; part of the cache's name
 TARGET_ACCURACY = (0.50, 0.55)
-TARGET_PAIRS = 0.98  # of right and wrong answers that the reward model must tell apart
+TARGET_PAIRS = 0.95  # of right and wrong answers that the reward model must tell apart
 MAX_WARM_START_STEPS = 1500
 
 # What the run is set to where the user says nothing: grpo.py without --model.
@@ -42,9 +42,9 @@ SETTINGS = dict(
 
 # The same for ppo.py.
 PPO_SETTINGS = SETTINGS | dict(
-    num_steps=300,
+    num_steps=240,
     batch=dict(prompts_per_step=512, group_size=1, num_minibatches=2, tokens_per_row=8192),
-    critic=dict(learning_rate=1e-3),
+    critic=dict(path="built-in", learning_rate=1e-3),
     gae=dict(gae_lambda=1.0),
 )
 
@@ -127,18 +127,21 @@ def reproducible(seed: int) -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def warm_start(model, tokenizer) -> None:
-    """Supervised steps until half of the sampled answers to 256 fixed problems are right."""
+def warm_start(model, tokenizer, target: tuple[float, float] = TARGET_ACCURACY, decay_steps: int = 1 << 30) -> None:
+    """Supervised steps until that share of the sampled answers to 256 fixed problems is right.
+
+    decay_steps: the learning rate falls linearly to a twentieth in this many steps.
+    """
     rows = problems(held_out=False)
     data = torch.tensor(tokenizer([r["prompt"] + r["answer"] for r in rows])["input_ids"])  # [9744, 9]
     data = torch.cat([data, torch.full((len(data), 1), tokenizer.eos_token_id)], dim=1)
     checks = data[:256]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.0)
-    low, high = TARGET_ACCURACY
+    low, high = target
     accuracy = 0.0
     for step in range(MAX_WARM_START_STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1.0, (step + 1) / 30)
+            group["lr"] = 2e-3 * min(1.0, (step + 1) / 30) * max(0.05, 1 - step / decay_steps)
         batch = data[torch.randint(len(data), (128,))]
         logits = model(batch[:, :-1]).logits[:, 5:]  # the last prompt token predicts the first digit
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 6:].flatten())
@@ -153,7 +156,7 @@ def warm_start(model, tokenizer) -> None:
             if low <= accuracy <= high:
                 print(f"built-in model: done after {step + 1} steps, sampled accuracy {accuracy:.2f}", flush=True)
                 return
-    rule = f"not within {TARGET_ACCURACY}; try another --seed"
+    rule = f"not within {target}; try another --seed"
     raise RuntimeError(f"the warm start ended at sampled accuracy {accuracy:.2f}, {rule}")
 
 
@@ -165,47 +168,66 @@ def sampled_accuracy(model, checks: torch.Tensor) -> float:
 
 
 def make_reward_model(out_dir: str | Path, seed: int, policy_path: str) -> None:
-    """Write a reward model that starts from the policy's decoder; the same seed gives the same bytes.
+    """Write a reward model for the policy at policy_path; the same seed gives the same bytes.
 
-    It learns from pairs of one right and one wrong answer (Bradley-Terry): the logit of "right beats wrong" is the
-    difference of the scores. Raises RuntimeError if it does not tell 98 % of the held-out pairs apart.
+    It learns from pairs of a right answer and a wrong one, most of them the policy's own (Bradley-Terry): the logit of
+    "right beats wrong" is the difference of the scores, at the end and from the first wrong token on, so that it can
+    start a critic as well. The head is then scaled to a mean difference of 1. Raises RuntimeError if it does not tell
+    enough held-out pairs apart.
     """
-    from transformers import AutoTokenizer, Qwen2ForSequenceClassification
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
     tokenizer = AutoTokenizer.from_pretrained(policy_path)
     with reproducible(seed):
-        model = Qwen2ForSequenceClassification.from_pretrained(policy_path, num_labels=1, dtype=torch.float32)
-        accuracy = learn_preferences(model, tokenizer)
+        policy, able = (Qwen2ForCausalLM.from_pretrained(policy_path, dtype=torch.float32) for _ in range(2))
+        warm_start(able, tokenizer, target=(0.985, 1.0), decay_steps=350)  # who cannot add cannot judge
+        # Two layers more: there a token's state can be compared with what the layers below have predicted for it.
+        config = Qwen2Config(**able.config.to_dict() | dict(num_labels=1, num_hidden_layers=6, layer_types=None))
+        model = Qwen2ForSequenceClassification(config)
+        model.model.load_state_dict(able.model.state_dict(), strict=False)
+        accuracy = learn_preferences(model, policy, tokenizer)
     if accuracy < TARGET_PAIRS:
         raise RuntimeError(f"the reward model tells {accuracy:.2f} of the pairs apart; try another --seed")
     model.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
 
 
-def learn_preferences(model, tokenizer) -> float:
+def learn_preferences(model, policy, tokenizer) -> float:
     """Supervised steps on pairs until the model tells right from wrong; the share of held-out pairs that it does."""
     learn, held_out = (right_answers(tokenizer, held_out) for held_out in (False, True))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.0)
+    checks = wrong_answers(policy, held_out, way=2)
+    for layer in (model.model.embed_tokens, *model.model.layers[:4]):
+        layer.requires_grad_(False)  # what can add already
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, betas=(0.9, 0.98))
     accuracy = 0.0
     for step in range(MAX_WARM_START_STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * min(1.0, (step + 1) / 30)
-        right = learn[torch.randint(len(learn), (256,))]
-        margin = last_scores(model, right) - last_scores(model, corrupted(right, way=step % 4))
-        loss = -torch.nn.functional.logsigmoid(margin).mean()
+            group["lr"] = 3e-3 * min(1.0, (step + 1) / 30) * max(0.05, 1 - step / 600)
+        right = learn[torch.randint(len(learn), (128,))]
+        loss = -torch.nn.functional.logsigmoid(margins(model, right, wrong_answers(policy, right, way=step % 5))).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % 25 == 24:
             with torch.no_grad():
-                right, wrong = last_scores(model, held_out), last_scores(model, corrupted(held_out, way=2))
-            accuracy = float((right > wrong).float().mean())
+                margin = margins(model, held_out, checks)
+            accuracy = float((margin > 0).float().mean())
             if step % 100 == 99 or accuracy >= TARGET_PAIRS:
                 print(f"built-in reward model: step {step + 1}, {accuracy:.3f} of held-out pairs right", flush=True)
             if accuracy >= TARGET_PAIRS:
+                model.score.weight.data /= margin.mean()
                 break
     return accuracy
+
+
+def margins(model, right: torch.Tensor, wrong: torch.Tensor) -> torch.Tensor:
+    """Scores of the right less those of the wrong answers, at the end and at each token from the first wrong one on."""
+    scores = [model.score(model.model(ids, use_cache=False).last_hidden_state)[..., 0] for ids in (right, wrong)]
+    shared = min(right.shape[1], wrong.shape[1])
+    differs = (right[:, :shared] != wrong[:, :shared]).cumsum(1) > 0
+    ends = scores[0][:, -1] - scores[1][:, -1]
+    return torch.cat([ends, (scores[0][:, :shared] - scores[1][:, :shared])[differs]])
 
 
 def right_answers(tokenizer, held_out: bool) -> torch.Tensor:
@@ -214,10 +236,12 @@ def right_answers(tokenizer, held_out: bool) -> torch.Tensor:
     return torch.cat([ids, torch.full((len(ids), 1), tokenizer.eos_token_id)], dim=1)
 
 
-def corrupted(right: torch.Tensor, way: int) -> torch.Tensor:
+@torch.no_grad()
+def wrong_answers(policy, right: torch.Tensor, way: int) -> torch.Tensor:
     """Wrong versions of right answers: [B, 10] -> [B, L].
 
-    way 0: the end missing, and 1 to 4 more characters; 1: ended too early; else: one to three tokens replaced.
+    way 0: the end missing, and 1 to 4 more characters; 1: ended too early; else: sampled from the policy, or one token
+    replaced where its sample is right.
     """
     length = int(torch.randint(1, 5, ()))
     if way == 0:
@@ -225,17 +249,13 @@ def corrupted(right: torch.Tensor, way: int) -> torch.Tensor:
         return torch.cat([right[:, :9], more], dim=1)
     if way == 1:
         return torch.cat([right[:, : 5 + min(length, 3)], right[:, -1:]], dim=1)
-    wrong = right.clone()
-    for _ in range(3):
-        place = torch.randint(6, 10, (len(right),))
-        shift = torch.randint(1, len(ALPHABET) + 1, (len(right),))
-        shift = torch.where((torch.rand(len(right)) < 0.3) | (wrong == right).all(1), shift, 0)
-        every = torch.arange(len(right))
-        # Modulo the vocabulary without the pad, token 0: a shift of 1 to 12 never gives the same token.
-        wrong[every, place] = (wrong[every, place] - 1 + shift) % (len(ALPHABET) + 1) + 1
+    wrong = right[:, :6]
+    for _ in range(4):
+        p = policy(wrong, use_cache=False).logits[:, -1].softmax(-1)
+        wrong = torch.cat([wrong, torch.multinomial(p, 1)], dim=1)
+    is_right = (wrong == right).all(1)
+    every, place = torch.arange(len(right)), torch.randint(6, 10, (len(right),))
+    # Modulo the vocabulary without the pad, token 0: a shift of 1 to 12 never gives the same token.
+    shift = torch.where(is_right, torch.randint(1, len(ALPHABET) + 1, (len(right),)), 0)
+    wrong[every, place] = (wrong[every, place] - 1 + shift) % (len(ALPHABET) + 1) + 1
     return wrong
-
-
-def last_scores(model, ids: torch.Tensor) -> torch.Tensor:
-    """The score at the last token of each: [B, L] -> [B]; no pads, so any token may be the last."""
-    return model.score(model.model(ids, use_cache=False).last_hidden_state[:, -1]).squeeze(-1)

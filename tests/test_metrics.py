@@ -217,7 +217,7 @@ def test_the_layout_gives_efficiency_and_utilisation_of_the_flops_over_all_ranks
             sequences, rows = [{"tokens": torch.zeros(6)}], [[row], [long]]
         else:
             sequences, rows = [{"tokens": torch.zeros(14)}], [[empty], [empty]]
-        metrics.add_layout(Layout(), sequences, rows, 8, 3)
+        metrics.add_layout([Layout()], sequences, rows, 8, 3)
         clock.now += 4.0
         return metrics.log(0)
 
@@ -230,7 +230,7 @@ def test_the_layout_gives_efficiency_and_utilisation_of_the_flops_over_all_ranks
 def test_without_a_known_device_there_is_no_utilisation(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics_module, "peak_flops", lambda: None)
     metrics = Metrics(tmp_path, QUIET, 1)
-    metrics.add_layout(Layout(), [{"tokens": torch.zeros(6)}], [], 8, 1)
+    metrics.add_layout([Layout()], [{"tokens": torch.zeros(6)}], [], 8, 1)
     assert metrics.log(0)["perf/mfu"] is None
 
 

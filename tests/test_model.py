@@ -403,7 +403,7 @@ def test_a_gradient_that_is_not_finite_stops_before_any_weight_changes(paths):
         with_gradient(policy, 1.0)
         if dist.get_rank() == 1:    # on one rank's shard alone; all ranks must stop
             policy.model.norm.weight.grad.to_local()[0] = math.nan
-        with pytest.raises(FloatingPointError, match="gradient norm is nan: lower --learning-rate"):
+        with pytest.raises(FloatingPointError, match="norm of Qwen2ForCausalLM is nan: lower its learning rate"):
             optimizer_step(policy, optimizer, 1e-3, 1.0)
         assert all(torch.equal(p.to_local(), old) for p, old in zip(policy.parameters(), before, strict=True))
 

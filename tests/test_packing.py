@@ -504,3 +504,9 @@ def test_a_row_moves_to_a_device_as_a_whole():
     }
     assert (moved.max_seqlen, moved.num_response_tokens, moved.source) == (5, 3, (0,))
     assert VOCAB_SIZE > row.tokens.max()
+
+
+def test_a_full_row_is_as_long_as_the_budget_allows():
+    row = BatchConfig(tokens_per_row=30).full_row(8)
+    assert len(row.tokens) == 24 and row.cu_seqlens.tolist() == [0, 8, 16, 24] and row.num_response_tokens == 21
+    assert len(BatchConfig(tokens_per_row=30).full_row(31).tokens) == 31

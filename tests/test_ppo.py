@@ -8,15 +8,18 @@ import pytest
 import torch
 from jobs import Scripted, largest_difference, records, samples, settings, train, weights
 from ranks import run_ranks
+from safetensors.torch import load_file
 from tiny import save_tiny
 
 import grpo
 import ppo
-from advantages import GaeConfig, KlController, estimate, explained_variance, gae
+from advantages import GaeConfig, KlController, estimate, explained_variance
 from attention import use_packed_attention
 from checkpoint import command_line, from_json
 from examples import addition
 from logprobs import token_values
+from losses import LossConfig, actor_loss
+from model import optimizer_step
 from packing import pack, sequence
 
 SMALL = dict(batch=dict(prompts_per_step=8, group_size=1, num_minibatches=2, tokens_per_row=512))
@@ -103,10 +106,23 @@ def test_explained_variance_is_1_for_the_returns_0_for_a_constant_and_less_for_w
 
 
 def test_with_values_equal_to_the_returns_advantages_and_the_policy_gradient_are_0():
-    rewards, mask = torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.tensor([False, True, True, True])
-    cu_seqlens = torch.tensor([0, 4], dtype=torch.int32)
-    advantages, _ = gae(rewards, mask.float(), mask, cu_seqlens, gamma=1.0, lam=0.7)
-    assert advantages.abs().max() == 0
+    """Whatever lambda: the critic knew all of it. Another value gives a gradient."""
+    for values, is_zero in (([0.0, 1.0, 1.0, 1.0], True), ([0.0, 1.0, 0.5, 1.0], False)):
+        fields = dict(values=torch.tensor(values[1:]), scores=1.0, rollout_logprobs=-1.0)
+        [row] = pack([sequence(torch.tensor([3]), torch.tensor([4, 5, 1]), **fields)], 8)
+        [[row]], _ = estimate([[row]], GaeConfig(gae_lambda=0.7, whiten=False), 0.0)
+        logprobs = torch.full((4,), -1.0, requires_grad=True)
+        loss, _ = actor_loss(logprobs, torch.zeros(4), row, dict(tokens=3, sequences=1), LossConfig(), 8)
+        loss.backward()
+        assert (logprobs.grad.abs().max() == 0) == is_zero == (row.fields["advantages"].abs().max() == 0)
+
+
+def test_equal_returns_have_no_explained_variance_whatever_the_values():
+    """A return of A + V would be 1 up to rounding, and the quotient of two roundings."""
+    draw = torch.Generator().manual_seed(0)
+    fields = [dict(values=torch.randn(3, generator=draw), scores=1.0, rollout_logprobs=-1.0) for _ in range(9)]
+    rows = pack([sequence(torch.tensor([3]), torch.tensor([4, 5, 1]), **f) for f in fields], 16)
+    assert estimate([rows], GaeConfig(), 0.0)[1] == {}
 
 
 def test_rows_estimate_like_one_row_and_the_batch_is_whitened_as_one():
@@ -146,6 +162,9 @@ def test_the_adaptive_coefficient_reaches_its_target_from_both_sides():
     again = KlController(GaeConfig(kl_coef=1.0, kl_target=0.05))
     again.load_state_dict(penalty.state_dict())
     assert again.coef == penalty.coef
+    fixed = KlController(GaeConfig(kl_coef=0.7))    # of a resumed run with another flag: the flag counts
+    fixed.load_state_dict(penalty.state_dict())
+    assert fixed.coef == 0.7
 
 
 def test_without_a_target_the_coefficient_stays_and_one_step_never_moves_it_by_more_than_a_fifth():
@@ -162,7 +181,7 @@ def test_a_kl_penalty_in_the_reward_holds_the_policy_back(tiny, files, tmp_path)
     free = records(train(job(tiny, files, tmp_path / "free", **changes)))
     held = records(train(job(tiny, files, tmp_path / "held", gae=dict(kl_coef=5.0), **changes)))
     assert held[-1]["actor/kl_loss"] < 0.5 * free[-1]["actor/kl_loss"]
-    assert held[-1]["actor/reward_kl_penalty_coef"] == 5.0 and "actor/reward_kl_penalty" not in free[-1]
+    assert held[-1]["actor/reward_kl_penalty_coeff"] == 5.0 and "actor/reward_kl_penalty" not in free[-1]
 
 
 # The loop
@@ -180,14 +199,18 @@ def test_weights_are_the_same_on_1_2_and_3_ranks(tiny, files, tmp_path):
 
 
 def test_the_critic_alone_learns_during_its_warm_up(tiny, files, tmp_path):
-    changes = dict(num_steps=3, critic=dict(warmup_steps=2, learning_rate=1e-2))
-    first, second, third = records(train(job(tiny, files, tmp_path, **changes)))
-    assert "actor/grad_norm" not in first and "actor/grad_norm" not in second and third["actor/grad_norm"] > 0
-    assert first["critic/grad_norm"] > 0
+    changes = dict(critic=dict(warmup_steps=2, learning_rate=1e-2), optim=dict(warmup_steps=1))
+    alone = train(job(tiny, files, tmp_path / "alone", num_steps=2, **changes))
+    assert largest_difference(weights(alone), load_file(f"{tiny}/model.safetensors")) == 0
+    together = train(job(tiny, files, tmp_path / "together", num_steps=3, **changes))
+    assert largest_difference(weights(together), load_file(f"{tiny}/model.safetensors")) > 0
+    assert all(record["critic/grad_norm"] > 0 for record in records(together))
+    # The policy's own warm-up begins with its first step: half of the peak, not the peak.
+    assert [record.get("actor/lr") for record in records(together)] == [None, None, 0.5e-2]
 
 
 def test_a_batch_of_rollouts_serves_for_several_steps(tiny, files, tmp_path):
-    """Sampled in steps 0 and 3; its advantages are computed once, and a new batch gets its own (A26)."""
+    """Sampled in steps 0 and 3; its advantages are computed once, and a new batch gets its own."""
     calls = tmp_path / "calls"
 
     def counted(rows, config, kl_coef):
@@ -195,9 +218,9 @@ def test_a_batch_of_rollouts_serves_for_several_steps(tiny, files, tmp_path):
             print("estimate", file=file)
         return estimate(rows, config, kl_coef)
 
-    run = train(job(tiny, files, tmp_path, num_steps=5, rollout_every=3), estimate=counted)
-    assert [("timing_s/rollout" in r, "timing_s/values" in r) for r in records(run)] == [
-        (True, True), (False, False), (False, False), (True, True), (False, False)]
+    run = train(job(tiny, files, tmp_path, num_steps=6, rollout_every=3), estimate=counted)
+    assert [("timing_s/rollout" in r, "critic/vf_explained_var" in r) for r in records(run)] == [
+        (True, True), (False, False), (False, False)] * 2
     assert all(record["actor/grad_norm"] > 0 for record in records(run))
     assert len(calls.read_text().splitlines()) == 2
     assert {sample["step"] for sample in samples(run)} == {0, 3}
@@ -207,15 +230,52 @@ def test_a_batch_of_rollouts_serves_for_several_steps(tiny, files, tmp_path):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_four_steps_and_four_more_are_eight(tiny, files, tmp_path, world_size):
+    """With a critic that begins alone: its policy's optimizer is saved before its first step."""
     changes = dict(num_steps=8, rollout_every=2, learning_rate=1e-3, offload=True)
-    changes |= dict(gae=dict(kl_coef=0.1, kl_target=0.01))
+    changes |= dict(gae=dict(kl_coef=0.1, kl_target=0.01), critic=dict(warmup_steps=5))
     whole = train(job(tiny, files, tmp_path / "whole", **changes), world_size)
     run = dict(save_every=4)
     train(job(tiny, files, tmp_path / "parts", **changes | dict(num_steps=4, run=run)), world_size)
     parts = train(job(tiny, files, tmp_path / "parts", **changes | dict(run=run | dict(resume=True))), world_size)
     assert all(torch.equal(weights(parts)[name], x) for name, x in weights(whole).items())
-    for name in ("step", "critic/vf_loss", "actor/reward_kl_penalty_coef", "actor/grad_norm"):
-        assert [record[name] for record in records(parts)] == [record[name] for record in records(whole)]
+    for name in ("step", "critic/vf_loss", "actor/reward_kl_penalty_coeff", "actor/grad_norm"):
+        assert [record.get(name) for record in records(parts)] == [record.get(name) for record in records(whole)]
+
+
+def test_after_the_first_of_two_minibatches_the_ratio_has_moved(tiny, files, tmp_path):
+    """As in grpo.py: a ratio of the policy to itself is 1 by construction, and the clip would do nothing."""
+
+    def watched(*arguments):
+        loss, stats = actor_loss(*arguments)
+        with open(tmp_path / "ppo_kl", "a") as file:
+            print(stats["actor/ppo_kl"].item(), file=file)
+        return loss, stats
+
+    train(job(tiny, files, tmp_path, num_steps=1), actor_loss=watched)
+    first, second = map(float, (tmp_path / "ppo_kl").read_text().split())
+    assert first == 0 and second > 1e-5
+
+
+def test_beyond_the_target_kl_the_policy_stops_and_the_critic_goes_on(tiny, files, tmp_path):
+    """Two steps of 2 minibatches x 2 epochs: 4 of the critic each, and of the policy the first, at a KL of 0."""
+    taken = tmp_path / "steps"
+
+    def counted(model, *rest):
+        with open(taken, "a") as file:
+            print("critic" if hasattr(model, "score") else "policy", file=file)
+        return optimizer_step(model, *rest)
+
+    train(job(tiny, files, tmp_path, loss=dict(target_kl=1e-9), batch=dict(num_epochs=2)), optimizer_step=counted)
+    steps = taken.read_text().split()
+    assert (steps.count("critic"), steps.count("policy")) == (8, 2)
+
+
+def test_fewer_prompts_than_ranks_and_8_bit_gradients(tiny, files, tmp_path):
+    """One of two ranks has no sample, and the critic's head [1, D] has no row on it."""
+    reward_model = random_reward_model(tmp_path / "reward")
+    changes = dict(batch=dict(prompts_per_step=1, num_minibatches=1), reward_model_path=reward_model)
+    run = train(job(tiny, files, tmp_path, quantize_gradients=True, **changes), 2)
+    assert all(record["actor/grad_norm"] >= 0 and record["critic/grad_norm"] > 0 for record in records(run))
 
 
 def test_offload_changes_nothing(tiny, files, tmp_path):
@@ -260,8 +320,10 @@ def test_the_critic_learns_to_expect_the_return_of_a_fixed_policy(tiny, files, t
 
 @pytest.mark.parametrize("flags, parts", [
     ("--rollout-every 0", ["--rollout-every 0", "at least 1"]),
-    ("--rollout-every 3 --eval-every 4", ["--eval-every 4", "multiple of --rollout-every", "3"]),
-    ("--rollout-every 3 --eval-every 0 --save-every 4", ["--save-every 4", "multiple of --rollout-every", "3"]),
+    ("--rollout-every 3 --eval-every 4", ["--eval-every 4", "multiple of --rollout-every 3", "try 3"]),
+    ("--rollout-every 3 --eval-every -3", ["--eval-every -3", "multiple of --rollout-every 3"]),
+    ("--rollout-every 3 --eval-every 0 --save-every 4", ["--save-every 4", "multiple of --rollout-every 3", "try 3"]),
+    ("--rollout-every 7 --num-steps 15 --eval-every 0", ["--num-steps 15", "multiple of --rollout-every 7", "try 14"]),
     ("--critic.learning-rate 0", ["--critic.learning-rate 0.0", "above 0", "1e-5"]),
     ("--gae.gamma 1.5", ["--gae.gamma 1.5", "[0, 1]"]),
     ("--gae.kl-target 0.1", ["--gae.kl-target 0.1", "coefficient"]),
@@ -282,7 +344,9 @@ def test_a_reward_model_with_other_tokens_or_none_is_refused(tiny, files, tmp_pa
     tokenizer = json.loads(open(f"{path}/tokenizer.json").read())
     tokenizer["model"]["vocab"] = {key: 13 - i for key, i in tokenizer["model"]["vocab"].items()}
     open(f"{path}/tokenizer.json", "w").write(json.dumps(tokenizer))
-    for reward_model, message in ((path, "has other tokens than --model"), (str(tmp_path), "has no config.json")):
+    cases = (path, "has other tokens than the policy"), (str(tmp_path), "has no config.json")
+    cases += ((tiny, "is no sequence classifier with one label"),)
+    for reward_model, message in cases:
         with pytest.raises(SystemExit, match=f"error: --reward-model {reward_model}: {message}"):
             train(job(tiny, files, tmp_path, reward_model_path=reward_model))
 
