@@ -25,7 +25,7 @@ ALPHABET = "0123456789+="
 PAD, EOS = "<pad>", "<eos>"
 VERSION = 2  # of what make_model writes; part of the cache's name
 TARGET_ACCURACY = (0.50, 0.55)
-TARGET_PAIRS = 0.95  # of right and wrong answers that the reward model must tell apart
+TARGET_PAIRS = 0.85  # of right and wrong answers that the reward model must tell apart
 MAX_WARM_START_STEPS = 1500
 
 # What the run is set to where the user says nothing: grpo.py without --model.
