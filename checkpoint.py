@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import io
 import itertools
 import json
@@ -63,17 +64,38 @@ class RunConfig:
     def directory(self) -> Path:
         return Path(self.output_dir) / self.name
 
-    def open(self, settings: Any) -> None:
+    def open(self, settings: Any, *model_paths: str) -> None:
         """Make the run's directory and write `settings` (a dataclass) to config.json. Rank 0 only.
 
         Nothing is overwritten: the directory of an earlier run of this name, unless resumed, gets the next free number.
+        Raises ValueError if that run is still at work, if one of the models lies in its directory, and for a resume
+        without a saved state.
         """
+        for path in model_paths:
+            if self.directory.resolve() in Path(path).resolve().parents:
+                raise ValueError(f"--model {path}: lies in the directory of this run; give another --name")
+        if self.resume and not _complete(self.directory / "checkpoints"):
+            where = self.directory / "checkpoints"
+            raise ValueError(f"--resume: there is no saved state in {where}; leave it out, and set --save-every")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock()
         if not self.resume and (self.directory / "config.json").exists():
             number = next(n for n in itertools.count(1) if not Path(f"{self.directory}.{n}").exists())
             self.directory.rename(f"{self.directory}.{number}")
             print(f"{self.directory}: the earlier run of this name is now {self.directory}.{number}", flush=True)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / "config.json").write_text(json.dumps(asdict(settings), indent=2))
+            self.directory.mkdir()
+            self._lock()
+        known = asdict(settings)
+        known.get("run", {}).update(resume=False)  # --config of this file starts a new run
+        (self.directory / "config.json").write_text(json.dumps(known, indent=2))
+
+    def _lock(self) -> None:
+        """Hold the directory until this process ends, however it ends."""
+        held = os.open(self.directory / "lock", os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"--name {self.name}: a run of that name is at work; give another one") from error
 
 
 def from_json(default: Any, values: Mapping[str, Any]) -> Any:

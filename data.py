@@ -74,7 +74,7 @@ ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "target", "label")
 
 
 def load_prompts(sources: Sequence[str], tokenizer, config: DataConfig) -> list[list[Prompt]]:
-    """One list of prompts per source; a source is a .jsonl or .parquet file, "reasoning_gym:NAME:SIZE", or a Hub name.
+    """One list of prompts per source: a .jsonl or .parquet file, reasoning_gym:NAME:SIZE:SEED, or a Hub name.
 
     Raises ValueError for a missing, broken or empty data set, unknown columns, prompts that the chat template refuses,
     and prompts over the limit where those are refused.
@@ -88,7 +88,7 @@ def read_rows(source: str, split: str) -> list[dict]:
     """The rows of one source as dictionaries."""
     kind = Path(source).suffix
     if source.startswith("reasoning_gym:"):
-        return _reasoning_gym_rows(*source.split(":")[1:])
+        return _reasoning_gym_rows(*source.split(":")[1:4])
     if kind in (".jsonl", ".json", ".parquet") and not Path(source).is_file():
         raise ValueError(f"--data {source}: no such file")
     if kind in (".jsonl", ".json"):
@@ -128,14 +128,15 @@ def _import(module: str, package: str, source: str):
         raise ValueError(f"--data {source}: needs {package}; install it with: pip install {package}") from error
 
 
-def _reasoning_gym_rows(name: str, size: str = "2000") -> list[dict]:
+def _reasoning_gym_rows(name: str, size: str = "2000", seed: str = "0") -> list[dict]:
     """Problems made by the reasoning_gym package; its verifier needs the whole entry, which travels as a column."""
-    source = f"reasoning_gym:{name}"
+    source = f"reasoning_gym:{name}:{size}"
     gym = _import("reasoning_gym", "reasoning-gym", source)
     try:
-        entries = list(gym.create_dataset(name, size=int(size), seed=0))
+        # Entry i is made from seed + i: seeds closer than the sizes would give the same problems twice.
+        entries = list(gym.create_dataset(name, size=int(size), seed=int(seed) * 1_000_000))
     except ValueError as error:
-        raise ValueError(f"--data {source}:{size}: {error}") from error
+        raise ValueError(f"--data {source}: {error}") from error
     return [{"question": e["question"], "answer": e["answer"], "reasoning_gym": name, "entry": e} for e in entries]
 
 

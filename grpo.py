@@ -89,9 +89,15 @@ class Args:
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         why = ", --data.max-prompt-tokens + --rollout.max-response-tokens"
         batch, groups = self.batch, self.advantage.baseline != "batch"
+        own_model, own_data = self.model_path != "built-in", self.data_paths != ("built-in",)
         how, corrected = self.loss, self.loss.importance != "off" or not self.rollout.eight_bit
         for flag, value, holds, rule in (
             ("--num-steps", self.num_steps, self.num_steps >= 1, "at least 1; try 200"),
+            ("--eval-every", self.eval_every, self.eval_every >= 0, "at least 0 (never)"),
+            ("--eval-samples", self.eval_samples, 0 <= self.eval_samples, "at least 0 (none)"),
+            ("--eval-data", " ".join(self.eval_paths), self.eval_every or not self.eval_paths, "with --eval-every 20"),
+            ("--data", " ".join(self.data_paths), own_model or not own_data, "with --model, whose tokens it has"),
+            ("--eval-data", " ".join(self.eval_paths), own_data or not self.eval_paths, "with --data of your own"),
             ("--learning-rate", self.learning_rate, self.learning_rate > 0, "above 0; try 1e-6"),
             ("--resample-tries", self.resample_tries, self.resample_tries >= 1, "at least 1"),
             ("--refresh-every", self.refresh_every, not self.refresh_every or how.kl_coef, "0 without --loss.kl-coef"),
@@ -214,10 +220,12 @@ def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer
             raise ValueError(f"--eval-every {args.eval_every}: needs --eval-data FILE, or 0")
         stream = PromptStream(datasets, args.batch.prompts_per_step, weights=args.data.weights, seed=args.seed)
         scorer = Scorer(args.reward)
-    except ValueError as error:
+        if dist.get_rank() == 0:
+            args.run.open(args, path)
+    except (ValueError, OSError) as error:
+        error = " ".join(str(error).split())  # on one line
         sys.exit(f"error: {error}" if dist.get_node_local_rank() == 0 else 1)  # a file may be missing on one host
     if dist.get_rank() == 0:
-        args.run.open(args)
         num_prompts, num_ranks = sum(map(len, datasets)), dist.get_world_size()
         plan = {
             "model": f"{path}: {memory_plan(path, num_ranks, args.model, frozen_copies=bool(args.loss.kl_coef))}",

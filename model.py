@@ -62,7 +62,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     warmup_steps: int = 10
-    """Optimization steps over which the learning rate rises linearly from 0."""
+    """Steps of the run over which the learning rate rises linearly from 0."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up, down to a tenth at the last step."""
     max_grad_norm: float = 1.0
@@ -73,6 +73,8 @@ class OptimConfig:
     """Decay rates of Adam's two moments."""
 
     def __post_init__(self):
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"--optim.betas {self.betas[0]} {self.betas[1]}: must be in [0, 1); try 0.9 0.98")
         if self.warmup_steps < 0 or self.weight_decay < 0 or self.max_grad_norm <= 0:
             raise ValueError(
                 f"--optim.warmup-steps {self.warmup_steps}, --optim.weight-decay {self.weight_decay}: at least 0; "
@@ -135,15 +137,19 @@ def find_model(name: str, longest: int, built_in: Callable[[], str], flag: str =
 
         patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
         # The first rank of each host downloads, the others then find the files in the cache.
+        problems: list[str | None] = [None]
         for turn in (True, False):
             if (os.environ.get("LOCAL_RANK", "0") == "0") == turn:
                 try:
                     name = snapshot_download(name, allow_patterns=patterns)
                 except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
                     why = " ".join(str(error).split())  # on one line
-                    raise ValueError(f"{flag} {name}: no such directory, and not on the Hub ({why})") from error
-            if dist.is_initialized():
-                dist.barrier()
+                    problems = [f"{flag} {name}: no such directory, and not on the Hub ({why})"]
+            if dist.is_initialized():  # all ranks must stop together: those left behind would print tracebacks
+                mine, problems = problems[0], [None] * dist.get_world_size()
+                dist.all_gather_object(problems, mine)
+            if any(problems):
+                raise ValueError(next(filter(None, problems)))
     if not (Path(name) / "config.json").exists():
         raise ValueError(f"{flag} {name}: has no config.json; give a Hugging Face model directory or a Hub name")
     config = json.loads((Path(name) / "config.json").read_text())

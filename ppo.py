@@ -230,10 +230,12 @@ def prepare(args: Args) -> tuple[str, str, str, object, PromptStream, list[Promp
             raise ValueError(f"--eval-every {args.eval_every}: needs --eval-data FILE, or 0")
         stream = PromptStream(datasets, args.batch.prompts_per_step, weights=args.data.weights, seed=args.seed)
         scorer = Scorer(args.reward)
-    except ValueError as error:
+        if dist.get_rank() == 0:
+            args.run.open(args, path, critic_path or path, reward_path or path)
+    except (ValueError, OSError) as error:
+        error = " ".join(str(error).split())  # on one line
         sys.exit(f"error: {error}" if dist.get_node_local_rank() == 0 else 1)  # a file may be missing on one host
     if dist.get_rank() == 0:
-        args.run.open(args)
         num_prompts, num_ranks = sum(map(len, datasets)), dist.get_world_size()
         has_reference = bool(args.loss.kl_coef or args.gae.kl_coef)
         plan = {

@@ -130,8 +130,7 @@ class _Engine:
             self.llm.wake_up(["weights"])
         self.state = "weights"
         yield
-        # Not in a finally: after an error the engine may be in any state, and the job ends.
-        self._sleep()
+        self._sleep()  # not in a finally: after an error the engine may be in any state, and the job ends
 
     def load_weights(self, buckets: Iterable[list[tuple[str, Tensor]]]) -> int:
         """Bytes taken from `buckets` of (checkpoint name, full tensor); the engine is then ready to generate.
@@ -179,7 +178,7 @@ class _Engine:
             if on_finished is not None:
                 on_finished(index, rollout)
 
-        seed = int(torch.randint(1 << 31, ())) if seed is None else seed  # the generators are put back after sampling
+        seed = int(torch.randint(1 << 31, ())) if seed is None else seed
         with _globals_restored():
             torch.manual_seed(seed)
             self._run(prompts, num_samples, temperature, seed, finish)
@@ -246,8 +245,9 @@ class VllmEngine(_Engine):
             warm_up.max_tokens = 2  # kernels are compiled at their first use: before step 0, not in it
             self.llm.generate([{"prompt_token_ids": [0]}] * self.num_samples, warm_up, use_tqdm=False)
         # What ranks share on CPU has the same name in every job; left behind by a killed one, it would fail the next.
-        for file in Path("/dev/shm").glob("*-cpushm_*"):
-            file.unlink(missing_ok=True)
+        for file in [] if self.on_gpu else Path("/dev/shm").glob("*-cpushm_*"):
+            if file.stat().st_uid == os.getuid():
+                file.unlink(missing_ok=True)
         if finalizer := getattr(self.llm.llm_engine.engine_core, "_finalizer", None):
             finalizer.detach()  # deleting the engine would destroy the trainer's process group (0.26 has none)
         self.sleeps = self.on_gpu and self.config.sleep_level > 0

@@ -25,7 +25,7 @@ ALPHABET = "0123456789+="
 PAD, EOS = "<pad>", "<eos>"
 VERSION = 2  # of what make_model writes; part of the cache's name
 TARGET_ACCURACY = (0.50, 0.55)
-TARGET_PAIRS = 0.85  # of right and wrong answers that the reward model must tell apart
+TARGET_PAIRS = 0.85  # of right and wrong answers that the reward model must tell apart, token by token
 MAX_WARM_START_STEPS = 1500
 
 # What the run is set to where the user says nothing: grpo.py without --model.
@@ -44,7 +44,7 @@ SETTINGS = dict(
 PPO_SETTINGS = SETTINGS | dict(
     num_steps=240,
     batch=dict(prompts_per_step=512, group_size=1, num_minibatches=2, tokens_per_row=8192),
-    critic=dict(path="built-in", learning_rate=1e-3),
+    critic=dict(learning_rate=1e-3),
     gae=dict(gae_lambda=1.0),
 )
 
@@ -59,7 +59,7 @@ def problems(held_out: bool, num_held_out: int = 256) -> list[dict]:
 def cached_model(seed: int, reward_model: bool = False) -> str:
     """The directory of the built-in model for `seed`, or of its reward model, made on the first call and kept."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "handful"
-    directory = cache / f"addition-v{VERSION}-{'reward-' if reward_model else ''}seed{seed}"
+    directory = cache / f"addition-v{VERSION}-{'judge-' if reward_model else ''}seed{seed}"
     if not (directory / "config.json").exists():
         temporary = directory.with_suffix(f".{os.getpid()}")
         if reward_model:

@@ -433,14 +433,15 @@ def test_a_refused_command_line_is_one_line_from_the_first_rank_alone(argv, mess
         assert shown.count("\n") == (rank == "0")
 
 
-def test_the_directory_of_an_earlier_run_is_kept_under_a_number_unless_it_is_resumed(tmp_path, capsys):
+def test_the_directory_of_an_earlier_run_is_kept_under_a_number_unless_it_is_resumed(tmp_path, capfd):
     run = RunConfig(str(tmp_path), "mine")
-    for num_steps in (1, 2, 3):
-        run.open(Settings(num_steps=num_steps))
+    for num_steps in (1, 2, 3):    # each in a process of its own, which ends: a run in progress holds its directory
+        run_ranks(1, run.open, Settings(num_steps=num_steps))
     steps = {p.name: json.loads((p / "config.json").read_text())["num_steps"] for p in tmp_path.iterdir()}
     assert steps == {"mine": 3, "mine.1": 1, "mine.2": 2}
-    assert f"{tmp_path}/mine.2" in capsys.readouterr().out
-    RunConfig(str(tmp_path), "mine", resume=True).open(Settings(num_steps=4))
+    assert f"{tmp_path}/mine.2" in capfd.readouterr().out
+    (tmp_path / "mine" / "checkpoints" / "step-000001").mkdir(parents=True)
+    run_ranks(1, RunConfig(str(tmp_path), "mine", resume=True).open, Settings(num_steps=4))
     assert {p.name for p in tmp_path.iterdir()} == {"mine", "mine.1", "mine.2"}
     assert json.loads((run.directory / "config.json").read_text())["num_steps"] == 4
 
@@ -449,3 +450,17 @@ def test_settings_without_meaning_are_refused():
     for setting in (dict(save_every=-1), dict(keep=0)):
         with pytest.raises(ValueError, match="--save-every"):
             RunConfig(**setting)
+
+
+def test_a_run_in_progress_its_own_model_and_a_resume_from_nothing_are_refused(tmp_path):
+    """Two jobs of one name would write into one directory; a model in it would be renamed away before it is read."""
+    run = RunConfig(str(tmp_path), "x")
+    with pytest.raises(ValueError, match="--resume: there is no saved state in .*leave it out, and set --save-every"):
+        RunConfig(str(tmp_path), "x", resume=True).open(Settings())
+    run.open(Settings())
+    (tmp_path / "x" / "hf").mkdir()
+    with pytest.raises(ValueError, match="lies in the directory of this run; give another --name"):
+        run.open(Settings(), str(tmp_path / "x" / "hf"))
+    with pytest.raises(ValueError, match="--name x: a run of that name is at work; give another one"):
+        run.open(Settings())
+    assert not (tmp_path / "x.1").exists()
