@@ -308,8 +308,8 @@ def test_the_critic_learns_to_expect_the_return_of_a_fixed_policy(tiny, files, t
     """Explained variance of at least 0.5 against Monte-Carlo returns; the policy never moves. The first token decides
     the reward, so that four of five values can know it, and the first cannot."""
     changes = dict(
-        num_steps=80, reward=dict(functions=("low",)), gae=dict(gae_lambda=1.0),
-        critic=dict(warmup_steps=80, learning_rate=1e-2, value_clip=math.inf),
+        num_steps=80, optim=dict(decay="linear"), reward=dict(functions=("low",)), gae=dict(gae_lambda=1.0),
+        critic=dict(warmup_steps=80, learning_rate=3e-3, value_clip=math.inf),
         batch=dict(prompts_per_step=16, group_size=8, num_epochs=4),
     )
     found = [r["critic/vf_explained_var"] for r in records(train(job(tiny, files, tmp_path, **changes)))]
