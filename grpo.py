@@ -90,6 +90,7 @@ class Args:
         why = ", --data.max-prompt-tokens + --rollout.max-response-tokens"
         batch, groups = self.batch, self.advantage.baseline != "batch"
         own_model, own_data = self.model_path != "built-in", self.data_paths != ("built-in",)
+        tries = self.resample_tries
         how, corrected = self.loss, self.loss.importance != "off" or not self.rollout.eight_bit
         for flag, value, holds, rule in (
             ("--num-steps", self.num_steps, self.num_steps >= 1, "at least 1; try 200"),
@@ -99,7 +100,8 @@ class Args:
             ("--data", " ".join(self.data_paths), own_model or not own_data, "with --model, whose tokens it has"),
             ("--eval-data", " ".join(self.eval_paths), own_data or not self.eval_paths, "with --data of your own"),
             ("--learning-rate", self.learning_rate, self.learning_rate > 0, "above 0; try 1e-6"),
-            ("--resample-tries", self.resample_tries, self.resample_tries >= 1, "at least 1"),
+            ("--resample-tries", tries, tries >= 1, "at least 1"),
+            ("--resample-tries", tries, tries == 1 or batch.group_size > 1, "1 with groups of 1, which have no spread"),
             ("--refresh-every", self.refresh_every, not self.refresh_every or how.kl_coef, "0 without --loss.kl-coef"),
             ("--group-size", batch.group_size, batch.group_size >= 2 or not groups, "at least 2; try 8"),
             ("--tokens-per-row", batch.tokens_per_row, batch.tokens_per_row >= longest, f"at least {longest}{why}"),
