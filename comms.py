@@ -22,7 +22,6 @@ Rounding to the nearest has the smaller error in one step, stochastic rounding n
 adds to a reduction what the one before lost; it is there for the replica axis, where it costs a shard.
 When it pays: between hosts, over links that the step waits for. Inside a host with NVLink it does not: the plain
 reduction hides behind the backward pass, and quantizing reads and writes all gradients once more.
-
 Shapes: n values in a chunk, W ranks, B = ceil(n / block_size) blocks in a chunk, M bytes in a message.
 What we give up: ZeRO++ sums inside a host first and sends INT4 between hosts; here one all-to-all spans all ranks.
 Sources: ZeRO++ (arXiv 2306.10209), section 3.3; error feedback: 1-bit Adam (arXiv 2102.02888).
@@ -45,7 +44,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 Rounding = Literal["nearest", "stochastic"]
-
 SMALLEST_ABSMAX = 1.5e-36  # its scale, a 127th, is still a normal fp32
 
 # torch 2.13 renamed these two.
@@ -209,7 +207,7 @@ def quantized_all_reduce(
         return
     flat, n = x.view(-1), -(-x.numel() // dist.get_world_size(group))
     if residual is not None:
-        flat.add_(residual)
+        flat = flat.float() + residual  # in fp32: what bf16 would round away here could never come back
     sent, received = _scatter(flat, n, group, block_size, rounding)
     total, own = torch.empty(n, device=x.device), _Messages(1, n, block_size, x.device)
     _dequantize_sum(received.codes, received.scales, total, block_size)
@@ -222,7 +220,7 @@ def quantized_all_reduce(
         mine = residual[dist.get_rank(group) * n :][:n]
         mine += (total - dequantize_blockwise(own.codes[0], own.scales[0], block_size))[: mine.numel()]
         residual.nan_to_num_(0.0, 0.0, 0.0)  # else one NaN or Inf would come back in every later sum
-    _dequantize_rows(received, flat, block_size)
+    _dequantize_rows(received, x.view(-1), block_size)
 
 
 def _dequantize_rows(messages: _Messages, out: Tensor, block_size: int) -> None:
@@ -307,6 +305,8 @@ def _replace_all_reduce(module, param_group, columns, all_reduce_int8: Callable,
         all_reduce_int8(output, replicas, residual=residual)
 
     def hook(reduce_output: Tensor) -> None:
+        if reduce_output.is_cuda:  # else FSDP2 could hand its memory to the next layer while it is still read here
+            reduce_output.record_stream(torch.cuda.current_stream())
         _by_columns(reduce_output, reduce_output, columns, reduce)
         if param_group.gradient_divide_factor is None:  # a mean over all ranks: FSDP2 now divides by the shards alone
             reduce_output.div_(replicas.size())

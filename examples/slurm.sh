@@ -3,10 +3,10 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
-#SBATCH --exclusive
+#SBATCH --exclusive --cpus-per-task=64
 set -euo pipefail
 export NNODES=$SLURM_NNODES
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))    # two jobs that share a machine need two ports
 bash launch.sh python -c ""                             # installs once, before all machines want to
-srun bash -c 'NODE_RANK=$SLURM_NODEID exec bash launch.sh grpo.py "$@"' -- "$@"
+srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash launch.sh grpo.py "$@"' -- "$@"

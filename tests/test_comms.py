@@ -302,6 +302,7 @@ def count_sent_bytes(run: Callable[[], object]) -> int:
     others = {name: refuse for name in ("all_reduce", "reduce_scatter_tensor", "all_gather", "broadcast", "send")}
     with (
         patch.object(comms, "all_gather", counting_all_gather),
+        patch.object(comms, "reduce_scatter", refuse),
         patch.multiple(dist, all_to_all_single=counting_all_to_all, **others),
     ):
         run()

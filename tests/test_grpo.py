@@ -736,6 +736,7 @@ def test_vllm_under_torchrun_samples_from_the_trainers_weights(tiny, files, tmp_
 
 
 PHASES = {
+    "loading": "grpo.load_policy = fail",
     "rollout": "grpo.HfEngine.generate = fail",
     "reward": "grpo.Scorer.collect = fail",
     "update": "grpo.optimizer_step = fail",
