@@ -246,8 +246,8 @@ class VllmEngine(_Engine):
             self.llm.generate([{"prompt_token_ids": [0]}] * self.num_samples, warm_up, use_tqdm=False)
         # What ranks share on CPU has the same name in every job; left behind by a killed one, it would fail the next.
         for file in [] if self.on_gpu else Path("/dev/shm").glob("*-cpushm_*"):
-            if file.stat().st_uid == os.getuid():
-                file.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError, PermissionError):  # another rank was faster; another user's
+                file.unlink()
         if finalizer := getattr(self.llm.llm_engine.engine_core, "_finalizer", None):
             finalizer.detach()  # deleting the engine would destroy the trainer's process group (0.26 has none)
         self.sleeps = self.on_gpu and self.config.sleep_level > 0

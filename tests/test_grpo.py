@@ -571,7 +571,7 @@ def parse(monkeypatch, *flags):
     ("--data x.jsonl", ["--data x.jsonl", "with --model"]),
     ("--eval-every -1", ["--eval-every -1", "at least 0"]),
     ("--eval-samples -1", ["--eval-samples -1", "at least 0"]),
-    ("--group-size 1 --advantage.baseline batch --resample-tries 2", ["--resample-tries 2", "must be 1 with groups of 1"]),
+    ("--group-size 1 --advantage.baseline batch --resample-tries 2", ["--resample-tries 2", "must be 1 with groups"]),
     ("--optim.betas 0.9 1.5", ["--optim.betas 0.9 1.5", "[0, 1)", "0.98"]),
     ("--nonsense 3", ["--nonsense"]),
     ("--config nowhere.json", ["--config nowhere.json", "no such file"]),
