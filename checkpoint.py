@@ -85,8 +85,13 @@ class RunConfig:
             print(f"{self.directory}: the earlier run of this name is now {self.directory}.{number}", flush=True)
             self.directory.mkdir()
             self._lock()
-        known = asdict(settings)
+        known = json.loads(json.dumps(asdict(settings)))
         known.get("run", {}).update(resume=False)  # --config of this file starts a new run
+        if self.resume and (self.directory / "config.json").exists():
+            earlier = json.loads((self.directory / "config.json").read_text())
+            for name, flag in (("seed", "--seed"), ("data_paths", "--data")):
+                if (made := earlier.get(name)) != known.get(name):
+                    raise ValueError(f"--resume: {self.directory} was made with {flag} {made}; give the same")
         (self.directory / "config.json").write_text(json.dumps(known, indent=2))
 
     def _lock(self) -> None:
@@ -238,6 +243,8 @@ def load(out_dir: str | Path, state: Mapping[str, Stateful]) -> int:
     found = _complete(Path(out_dir))
     if not found:
         return 0
+    if _is_rank0():
+        print(f"resume: from {found[-1]}", flush=True)
     dcp_state = _sharded(state)
     try:
         dcp.load(dcp_state, checkpoint_id=found[-1])

@@ -90,15 +90,15 @@ class Args:
         why = ", --data.max-prompt-tokens + --rollout.max-response-tokens"
         batch, groups = self.batch, self.advantage.baseline != "batch"
         own_model, own_data = self.model_path != "built-in", self.data_paths != ("built-in",)
-        tries = self.resample_tries
+        tries, data, eval_data = self.resample_tries, " ".join(self.data_paths), " ".join(self.eval_paths)
         how, corrected = self.loss, self.loss.importance != "off" or not self.rollout.eight_bit
         for flag, value, holds, rule in (
             ("--num-steps", self.num_steps, self.num_steps >= 1, "at least 1; try 200"),
             ("--eval-every", self.eval_every, self.eval_every >= 0, "at least 0 (never)"),
             ("--eval-samples", self.eval_samples, 0 <= self.eval_samples, "at least 0 (none)"),
-            ("--eval-data", " ".join(self.eval_paths), self.eval_every or not self.eval_paths, "with --eval-every 20"),
-            ("--data", " ".join(self.data_paths), own_model or not own_data, "with --model, whose tokens it has"),
-            ("--eval-data", " ".join(self.eval_paths), own_data or not self.eval_paths, "with --data of your own"),
+            ("--eval-data", eval_data, self.eval_every or not self.eval_paths, "with --eval-every 20"),
+            ("--data", data, own_model or not own_data, "with --model: the built-in one only adds"),
+            ("--eval-data", eval_data, own_data or not self.eval_paths, "with --data of your own"),
             ("--learning-rate", self.learning_rate, self.learning_rate > 0, "above 0; try 1e-6"),
             ("--resample-tries", tries, tries >= 1, "at least 1"),
             ("--resample-tries", tries, tries == 1 or batch.group_size > 1, "1 with groups of 1, which have no spread"),

@@ -156,7 +156,8 @@ def find_model(name: str, longest: int, built_in: Callable[[], str], flag: str =
     positions = config.get("max_position_embeddings", longest)
     if longest > positions and not config.get("rope_scaling"):
         lengths = "--data.max-prompt-tokens + --rollout.max-response-tokens"
-        raise ValueError(f"{flag} {name}: has {positions} positions, {lengths} want {longest}; lower one of them")
+        advice = f"lower one of them; try {positions // 2} and {positions - positions // 2}"
+        raise ValueError(f"{flag} {name}: has {positions} positions, {lengths} want {longest}; {advice}")
     return name
 
 

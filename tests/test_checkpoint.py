@@ -464,3 +464,13 @@ def test_a_run_in_progress_its_own_model_and_a_resume_from_nothing_are_refused(t
     with pytest.raises(ValueError, match="--name x: a run of that name is at work; give another one"):
         run.open(Settings())
     assert not (tmp_path / "x.1").exists()
+
+
+def test_a_resume_with_another_seed_is_refused_and_leaves_the_settings_as_they_were(tmp_path):
+    """They were overwritten first, and a later --config began with the refused ones."""
+    run = RunConfig(str(tmp_path), "x", resume=True)
+    (tmp_path / "x" / "checkpoints" / "step-000001").mkdir(parents=True)
+    (tmp_path / "x" / "config.json").write_text('{"seed": 3}')
+    with pytest.raises(ValueError, match="--resume: .*/x was made with --seed 3; give the same"):
+        run.open(Settings())
+    assert (tmp_path / "x" / "config.json").read_text() == '{"seed": 3}'
