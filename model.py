@@ -181,7 +181,8 @@ def find_critic(
                 labels = tensors.get_slice("score.weight").get_shape()[0]
     if has_head and labels != 1:
         raise ValueError(f"{flag} {name}: is no sequence classifier with one label (score.weight [1, D])")
-    if len({str(sorted(AutoTokenizer.from_pretrained(p).get_vocab().items())) for p in (path, policy_path)}) > 1:
+    theirs, ours = (AutoTokenizer.from_pretrained(p).get_vocab() for p in (path, policy_path))
+    if theirs != ours:
         raise ValueError(f"{flag} {name}: has other tokens than the policy; they must share a tokenizer")
     return path
 

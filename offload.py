@@ -37,7 +37,6 @@ class Offload:
 
     def __init__(self, enabled: bool, *owners: Owner | None):
         """The owners leave the device now. None stands for a model that a run does without."""
-        self.enabled = enabled
         self._host: dict[int, list[Tensor]] = {}  # by id of the owner: pinned buffers
         self._owners = [owner for owner in owners if owner is not None] if enabled else []
         self._away: dict[int, list[Tensor]] = {}  # by id of the owner: its tensors that have no storage now

@@ -132,9 +132,7 @@ def warm_start(model, tokenizer, target: tuple[float, float] = TARGET_ACCURACY, 
 
     decay_steps: the learning rate falls linearly to a twentieth in this many steps.
     """
-    rows = problems(held_out=False)
-    data = torch.tensor(tokenizer([r["prompt"] + r["answer"] for r in rows])["input_ids"])  # [9744, 9]
-    data = torch.cat([data, torch.full((len(data), 1), tokenizer.eos_token_id)], dim=1)
+    data = right_answers(tokenizer, held_out=False)  # [9744, 10]
     checks = data[:256]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.0)
     low, high = target
