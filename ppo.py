@@ -221,8 +221,9 @@ def prepare(args: Args) -> tuple[str, str, str, object, PromptStream, list[Promp
         reward_path = find_critic(args.reward_model_path, *other, "--reward-model", path, has_head=True)
         critic_path = find_critic(args.critic.path, *other, "--critic.path", path, has_head=False) or reward_path
         if args.data_paths == ("built-in",):
-            rows = map(addition.problems, (False, True))  # to learn from, and held out
-            datasets, evals = ([to_prompts(r, tokenizer, args.data, "addition")] for r in rows)
+            sets = addition.training_sets(hard=not reward_path)  # that reward model has not been taught the hard ones
+            datasets = [to_prompts(rows, tokenizer, args.data, name) for name, rows in sets.items()]
+            evals = [to_prompts(addition.problems(held_out=True), tokenizer, args.data, "addition")]
         else:
             datasets = load_prompts(args.data_paths, tokenizer, args.data)
             evals = load_prompts(args.eval_paths, tokenizer, replace(args.data, weights=()))

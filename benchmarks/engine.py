@@ -4,8 +4,8 @@
     python benchmarks/engine.py MODEL_DIR PROMPTS.jsonl sleep --cycles 50 --level 2
 
 mismatch  mean |log p_trainer - log p_sampler| over the sampled tokens, after a sync, and after moving the trainer's
-          weights by 1 % Gaussian noise without one; k3 estimate of KL(sampler|trainer); new tokens per second; whether
-          verify_sync accepts a sync and refuses a weight that was moved after it.
+          weights by Gaussian noise (NOISE) without one; k3 estimate of KL(sampler|trainer); new tokens per second;
+          whether verify_sync accepts a sync and refuses a weight that was moved after it.
 sleep     memory in use on the GPU after each sleep, its slope from the sixth cycle on, and how many different greedy
           texts there were (1: always the same), with a checksum to compare runs by.
 One JSON line each.
@@ -33,6 +33,13 @@ from reshard import sync_weights, verify_sync
 from rollout import RolloutConfig, VllmEngine
 
 
+NOISE = {  # standard deviation of what is added to a weight
+    "1 % of the weight": lambda w: 0.01 * w,
+    "1 % of its tensor's rms": lambda w: 0.01 * w.square().mean().sqrt(),
+    "0.01": lambda w: 0.01,
+}
+
+
 @torch.no_grad()
 def difference(policy, rollouts, device) -> tuple[float, float, int]:
     """Mean absolute difference and k3 of the log-probabilities, trainer less sampler, and the number of tokens."""
@@ -57,10 +64,13 @@ def mismatch(args, policy, engine, prompts, device) -> dict:
         rollouts = engine.generate(prompts, args.samples, seed=0)
         seconds = time.perf_counter() - start
     after_sync, kl, count = difference(policy, rollouts, device)
-    with torch.no_grad():
-        for p in policy.parameters():
-            p.to_local().mul_(1 + 0.01 * torch.randn_like(p.to_local()))
-    without_sync, _, _ = difference(policy, rollouts, device)
+    weights = [p.to_local() for p in policy.parameters()]
+    originals, moved = [w.detach().clone() for w in weights], {}
+    for name, deviation in NOISE.items():
+        with torch.no_grad():
+            for w, original in zip(weights, originals, strict=True):
+                w.copy_(original + deviation(original) * torch.randn_like(original))
+        moved[name], _, _ = difference(policy, rollouts, device)
     verdict = "not asked for an 8-bit engine"
     if not engine.config.eight_bit:
         with engine.awake():
@@ -73,8 +83,9 @@ def mismatch(args, policy, engine, prompts, device) -> dict:
                 verdict = "MISSED"
             except RuntimeError as error:
                 verdict = f"says so: {error}"
-    ratio, speed = without_sync / after_sync, sum(len(r.response_ids) for r in rollouts) / seconds
-    result = dict(num_tokens=count, abs_diff=after_sync, kl=kl, abs_diff_moved=without_sync, ratio=ratio)
+    speed = sum(len(r.response_ids) for r in rollouts) / seconds
+    ratio = {name: x / after_sync for name, x in moved.items()}
+    result = dict(num_tokens=count, abs_diff=after_sync, kl=kl, abs_diff_moved=moved, ratio=ratio)
     return result | dict(tokens_per_s=speed, verify_sync=verdict)
 
 

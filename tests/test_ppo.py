@@ -364,5 +364,15 @@ def test_a_reward_model_with_other_tokens_or_none_is_refused(tiny, files, tmp_pa
             train(job(tiny, files, tmp_path, reward_model_path=reward_model))
 
 
+def test_the_built_in_prompts_ask_for_the_sum_of_their_answer():
+    """Those of three digits are left out for the built-in reward model."""
+    sets = addition.training_sets(hard=True)
+    assert {name: len(rows) for name, rows in sets.items()} == {"addition": 9744, "hard_addition": 320}
+    for row in sum(sets.values(), addition.problems(held_out=True)):
+        a, b = row["prompt"].removesuffix("=").split("+")
+        assert int(a) + int(b) == int(row["answer"]) and len(row["answer"]) == len(a) + 1 == len(b) + 1 < 6
+    assert list(addition.training_sets(hard=False)) == ["addition"]
+
+
 def test_the_built_in_settings_are_accepted():
     assert from_json(ppo.Args(), addition.PPO_SETTINGS).batch.num_samples == 512
