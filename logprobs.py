@@ -31,8 +31,9 @@ Source: cut cross-entropy (Wijmans 2024, arXiv:2411.09009), section 4, without i
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +75,37 @@ def _run(model: nn.Module, method, row, *options):
         # No backward will come and free the root's gathered weights; parameters() would be them, in the compute dtype.
         model.reshard()
     return result
+
+
+def model_scores(model, sequences: Sequence[Sequence[int]], *, tokens_per_row: int = 8192) -> list[float]:
+    """Scores of token-id sequences by a sequence-classification decoder with one label, each read at its last token.
+    Packed, without pads; ends go by length (pad may be eos). Attention must keep sequences apart: attention.py's, or
+    Transformers' sdpa and flash. All ranks call it together: sharded forwards are collective, short ranks run more."""
+    if model.config.num_labels != 1 or not hasattr(model, "score") or model.config._attn_implementation == "eager":
+        raise ValueError(f"{type(model).__name__}: needs a `score` head, num_labels 1 and attention other than eager")
+    rows, scores, outputs = [], [], []
+    for sequence in sequences:
+        if not rows or sum(map(len, rows[-1])) + len(sequence) > tokens_per_row:
+            rows.append([])
+        rows[-1].append(torch.as_tensor(sequence, device=model.device))
+    num_rows = torch.tensor(len(rows), device=model.device)
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(num_rows, torch.distributed.ReduceOp.MAX)
+    rows += [[torch.zeros(1, dtype=torch.long, device=model.device)]] * (int(num_rows) - len(rows))
+    # All tokens' scores, from the head itself: the model's own choice among them goes by the value of the pad token.
+    read = lambda head, inputs, _: outputs.append(inputs[0].float() @ head.weight.t().float())  # bf16 rounds 10 to 1/16
+    with torch.no_grad(), model.score.register_forward_hook(read):
+        for row in rows:
+            edges = torch.tensor([0, *map(len, row)], device=model.device).cumsum(0).int()
+            positions = torch.cat([torch.arange(len(sequence), device=model.device) for sequence in row])
+            longest = max(map(len, row))
+            spans = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
+            spans = spans if model.config._attn_implementation == "packed" else {}
+            model(torch.cat(row)[None], position_ids=positions[None], use_cache=False, **spans)
+            scores += outputs.pop()[0, edges[1:] - 1, 0].tolist()
+    if not all(map(math.isfinite, scores)):
+        raise RuntimeError(f"{type(model).__name__} gave a score of NaN or Inf")
+    return scores[: len(sequences)]
 
 
 @torch.no_grad()

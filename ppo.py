@@ -27,7 +27,7 @@ from comms import measure_bandwidth, quantize_gradients
 from data import DataConfig, Prompt, PromptStream, load_prompts, sampling_seed, stop_token_ids, to_prompts
 from examples import addition
 from exchange import exchange
-from logprobs import token_logprobs, token_values, warm_up, with_logprobs, with_values
+from logprobs import model_scores, token_logprobs, token_values, warm_up, with_logprobs, with_values
 from losses import CriticConfig, LossConfig, actor_loss, critic_loss
 from metrics import LogConfig, Metrics, total
 from model import ModelConfig, OptimConfig, find_critic, find_model, init_distributed, learning_rate_at, leave
@@ -35,7 +35,7 @@ from model import load_critic, load_policy, make_optimizer, memory_plan, optimiz
 from offload import Offload
 from packing import BatchConfig, PackedRow, empty_sequence, lay_out, sequence
 from reshard import iter_full_params, sync_weights, verify_sync
-from rewards import RewardConfig, Scorer, model_scores
+from rewards import RewardConfig, Scorer
 from rollout import HfEngine, Rollout, RolloutConfig, VllmEngine
 
 EMPTY = empty_sequence("scores", "rollout_logprobs")  # what a rank without samples puts in its rows

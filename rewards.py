@@ -11,7 +11,7 @@ A reward is one finite number: Python's, NumPy's, or a tensor of one element. An
 of the wrong length, an exception, a hang, a dead worker) is an error: it counts as error_reward and in error_frac, the
 first of each function is printed, and collect raises when more than max_error_frac of a function's samples fail.
 
-Functions, by spec (reward models are no spec: they run on the trainer's ranks, by model_scores):
+Functions, by spec (reward models are no spec: they run on the trainer's ranks, by logprobs.model_scores):
     exact             the stripped response is the answer; runs in this process, for it cannot hang
     math              the same text, number or (math-verify) expression
     path.py:function  yours, sync or async, its parameters named after columns: prompt, response, answer, truncated, any
@@ -20,10 +20,10 @@ Functions, by spec (reward models are no spec: they run on the trainer's ranks, 
     http://host/path  the sample is posted as JSON, the reply is {"reward": number}; 3 attempts
 The answer of a response: its last \boxed or \fbox, else what follows the last ####, else the end of a last line "answer
 is X" or "answer: X", else the whole response if it is one line; behind </think>, where there is one. It is compared as
-a whole. Nothing is searched in it, so an answer mentioned in passing earns nothing.
+a whole: an answer mentioned in passing earns nothing.
 
-Given up: no sandbox against malice; what a function starts lives until its worker ends, or longer if it leaves the
-group; memory is limited per process. Sources: GSM8K (Cobbe et al. 2021), MATH (Hendrycks et al. 2021), math-verify.
+Given up: no sandbox against malice; a process that leaves its worker's group lives on; memory is limited per process.
+Sources: GSM8K (Cobbe et al. 2021), MATH (Hendrycks et al. 2021), math-verify.
 """
 
 import contextlib
@@ -45,10 +45,11 @@ import threading
 import time
 import traceback
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
+from typing import ClassVar
 
 TIMEOUT = "no result within"
 BATCH = {"responses", "completions"}
@@ -74,12 +75,15 @@ class RewardConfig:
     """The run stops when a larger share of one function's samples fails in a step of one rank; 1: never."""
 
     def __post_init__(self):
-        if not 0 < len(set(self.functions)) == len(self.functions) or len(self.weights) not in (0, len(self.functions)):
+        names = {os.path.basename(name.rstrip("/")) for name in self.functions}
+        if not 0 < len(names) == len(self.functions) or len(self.weights) not in (0, len(self.functions)):
             got = f"--reward.functions {' '.join(self.functions)} --reward.weights {' '.join(map(str, self.weights))}"
-            raise ValueError(f"{got}: name at least one function, none twice, and one weight for each or no weights")
+            raise ValueError(f"{got}: give at least one function, no name twice, and one weight for each or no weights")
         for name, low in (("num_workers", 1), ("time_limit_s", 0.01), ("memory_limit_mb", 0), ("max_error_frac", 0)):
             if not getattr(self, name) >= low:
                 raise ValueError(f"--reward.{name.replace('_', '-')} {getattr(self, name)}: must be at least {low}")
+        if not all(map(math.isfinite, (self.error_reward, *self.weights))):
+            raise ValueError(f"--reward.error-reward {self.error_reward}, weights {self.weights}: must be finite numbers")
 
 
 class Scorer:
@@ -133,27 +137,35 @@ class Scorer:
         assert sorted(self._samples) == list(range(num_samples)), f"{len(self._samples)} submitted, not {num_samples}"
         samples = [self._samples.pop(index) for index in range(num_samples)]
         rewards, stats = [0.0] * num_samples, {"error_frac": 0.0, "timeout_frac": 0.0}
-        share = 1 / max(num_samples, 1) / len(self.config.functions)
+        share, limit = 1 / max(num_samples, 1) / len(self.config.functions), self.config.max_error_frac * num_samples
         for name, weight in zip(self.config.functions, self.config.weights or [1.0] * len(self.config.functions)):
             if name == "exact":
                 outcomes = [(float(s["response"].strip() == str(s["answer"]).strip()), "") for s in samples]
             elif self._batched[name]:
                 outcomes = self._call(name, samples) if samples else []
             else:
-                outcomes = [self._futures.pop((name, index)).result()[0] for index in range(num_samples)]
+                outcomes = self._outcomes(name, num_samples, limit)
             errors = [f"sample {index}: {error}" for index, (reward, error) in enumerate(outcomes) if reward is None]
-            report = f"reward function {name} failed on {len(errors)} of {num_samples} samples; {''.join(errors[:1])}"
+            report = f"reward function {name} failed on {len(errors)} of {len(outcomes)} samples; {''.join(errors[:1])}"
             if errors and name not in self._shown:
                 self._shown.add(name)
                 print(report, file=sys.stderr, flush=True)
-            if len(errors) > self.config.max_error_frac * num_samples:
+            if len(errors) > limit:
+                self._threads.shutdown(wait=False, cancel_futures=True)  # else the interpreter waits for them at its end
                 raise RuntimeError(f"--reward.max-error-frac {self.config.max_error_frac}: {report}")
             scores = [self.config.error_reward if reward is None else reward for reward, _ in outcomes]
             rewards = [total + weight * score for total, score in zip(rewards, scores)]
             stats["error_frac"] += len(errors) * share
             stats["timeout_frac"] += sum(TIMEOUT in error for error in errors) * share
-            stats[f"{os.path.basename(name)}_mean"] = sum(scores) / max(num_samples, 1)
+            stats[f"{os.path.basename(name.rstrip('/'))}_mean"] = sum(scores) / max(num_samples, 1)
         return rewards, stats
+
+    def _outcomes(self, name: str, num_samples: int, limit: float) -> list[tuple[float | None, str]]:
+        outcomes, num_errors = [], 0
+        while len(outcomes) < num_samples and num_errors <= limit:  # one too many: why wait for the rest to time out?
+            outcomes += self._futures.pop((name, len(outcomes))).result()
+            num_errors += outcomes[-1][0] is None
+        return outcomes
 
     def close(self) -> None:
         """Ends the workers and all that they have started, when the calls in flight are through."""
@@ -176,17 +188,22 @@ def score(functions, samples: list[dict], *, time_limit_s: float = 5.0, num_work
 class _Worker:
     """A process in its own session: a fresh interpreter on this file, or a fork of this one if there are callables."""
 
+    ends: ClassVar[list[Connection]] = []  # the trainer's, of the pipes to all workers
+
     def __init__(self, callables: Mapping[str, Callable]):
         self.connection, theirs = Pipe()
+        self.ends.append(self.connection)
         if callables:
             self.pid = os.fork()
             if self.pid == 0:
                 os.setsid()
+                os.dup2(2, 1)
+                for end in self.ends:  # open here, too, they would hide that the trainer is gone
+                    end.close()
                 serve(theirs, callables)
             self.wait = lambda: os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         else:
-            # Not by multiprocessing: it imports the training script into each worker. stdout is stderr: prints stay out
-            # of pipes. No GPU: a context in each worker would take 0.5 GB.
+            # Not by multiprocessing: it imports the training script. No GPU: a context per worker would take 0.5 GB.
             command = [sys.executable, os.path.abspath(__file__), str(theirs.fileno())]
             streams = {"stdin": subprocess.DEVNULL, "stdout": 2, "pass_fds": [theirs.fileno()]}
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -204,6 +221,7 @@ class _Worker:
 
     def kill(self) -> int:  # the whole group; waits, so that no zombie stays, and returns the exit code
         os.killpg(self.pid, signal.SIGKILL)
+        self.ends.remove(self.connection)
         return self.wait()
 
 
@@ -266,35 +284,37 @@ def evaluate(function: Callable, samples: list[dict]) -> list[tuple[float | None
         parameters = inspect.signature(function).parameters
         batched = not BATCH.isdisjoint(parameters)
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        sources = {name: ALIASES.get(name, name) for name in [*parameters, *(samples[0] if takes_all else ())]}
-        columns = {name: [s[key] for s in samples] for name, key in sources.items() if key in samples[0]}
+        known = dict.fromkeys(key for sample in samples for key in sample)  # data sets differ in their columns
+        sources = {name: ALIASES.get(name, name) for name in [*parameters, *(known if takes_all else ())]}
+        columns = {name: [s.get(key) for s in samples] for name, key in sources.items() if key in known}
         values = function(**(columns if batched else {name: column[0] for name, column in columns.items()}))
         if inspect.iscoroutine(values):
             values = importlib.import_module("asyncio").run(values)
         values = values if batched else [values]
-        if isinstance(values, str) or len(values) != len(samples):
+        if isinstance(values, (str, bytes, Mapping, Set)) or len(values) != len(samples):
             raise ValueError(f"returned {values!r:.200}: must be {len(samples)} numbers, one for each sample in order")
+        outcomes = [(None, f"returned {value!r:.200}: must be one finite number") for value in values]
+        for i, value in enumerate(values):
+            with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):  # what is no number raises
+                if math.isfinite(value):
+                    outcomes[i] = (float(value), "")
     except Exception:  # the user's code; counted and shown
         return [(None, traceback.format_exc()[-4000:])] * len(samples)
-    outcomes = [(None, f"returned {value!r:.200}: must be one finite number") for value in values]
-    for i, value in enumerate(values):
-        with contextlib.suppress(Exception):  # None, a string, a tensor of several elements: whatever __float__ raises
-            if math.isfinite(value):
-                outcomes[i] = (float(value), "")
     return outcomes
 
 
 def math_reward(response: str, answer: str) -> float:
     """1.0 if the response's answer equals `answer`, or the answer of a whole solution (with #### or a box), else 0.0.
     SymPy may take for ever on hostile text: score a policy's text by Scorer or score(), which limit the time."""
-    given, unit = _spell(extract_answer(response))
-    gold, gold_unit = _spell(extract_answer(answer) if re.search(r"####|\\f?box", str(answer)) else str(answer))
-    if not given or not gold or (unit and gold_unit and unit != gold_unit):
+    given, unit, name = _spell(extract_answer(response))
+    gold, *others = _spell(extract_answer(answer) if re.search(r"####|\\f?box", str(answer)) else str(answer))
+    if not given or not gold or any(a and b and a != b for a, b in zip((unit, name), others)):
         return 0.0
     if given == gold or (given.isalpha() and given.casefold() == gold.casefold()):
         return 1.0
-    # Words are no expressions (math-verify reads Paris as P*a*r*i*s), and 41 = 42 is not 42.
-    if re.search(r"[a-zA-Z]{3,}", re.sub(r"\\[a-zA-Z]+", "", given + gold)) or ("=" in given and "=" not in gold):
+    # Words are no expressions (math-verify reads Paris as P*a*r*i*s); 41 = 42, 42 \approx 43 and 42_5 are not 42.
+    extra = [sign for sign in ("=", "approx", "sim", "_") if sign in given and sign not in gold]
+    if extra or re.search(r"[a-zA-Z]{3,}", re.sub(r"\\[a-zA-Z]+", "", given + gold)):
         return 0.0
     from math_verify import LatexExtractionConfig, parse, verify
     normalization = replace(LatexExtractionConfig().normalization_config, units=False)  # with its units 2t is 2
@@ -322,78 +342,53 @@ def extract_answer(response: str) -> str:
 
 
 SYMBOLS = {"\u2212": "-", "\u2013": "-", "\u2044": "/", "\u00d7": "\\times ", "\u00b7": "\\cdot ", "\u03c0": "\\pi "}
-SYMBOLS |= {"\u221e": "\\infty ", "\u221a": "\\sqrt ", "\u222a": "\\cup "}
+SYMBOLS |= {"\u221e": "\\infty ", "\u221a": "\\sqrt ", "\u222a": "\\cup ", "\u2248": "\\approx ", "\u200b": ""}
 SPELLINGS = (  # applied in this order
     (r"(?<!\\)(?:\\[!,;: ()\[\]]|~)", " "),
-    (r"\\?[$\u20ac\u00a3]|\^ ?\{?\\circ ?\}?|\\degree\b|\u00b0", " "),  # math mode, currencies, degrees
+    (r"\\?[$\u20ac\u00a3\u00a5]", " "),  # math mode and currencies
+    (r"(?:\^ ?\{?\\circ ?\}?|\\degree\b|\u00b0)", " degree "),
     (r"\s+", " "),
     (r"^\\(?:text|mbox|textbf|mathrm) ?\{([^{}]*)\}$", r"\1"),
-    (r"^[a-zA-Z](?:\([a-zA-Z]\))? ?(?:=|\\in\b) ?", ""),  # x = 5 -> 5, f(x) = 2x -> 2x
     (r"(?<=\d) (?=\d{3}\b)", ""),  # 1 234 -> 1234
     (r"(\d) (\d+) ?/ ?(\d+)$", r"\1\\frac{\2}{\3}"),
     (r"(\d)[eE]([+-]?\d{1,3})$", r"\1\\times 10^{\2}"),
 )
 NO_UNIT = "or|and|not|hundred|thousand|[mb]illion|trillion|dozen|infinity|alpha|beta|gamma|delta|theta|lambda|omega"
+NO_UNIT += "|plus|minus|times|divided|squared|cubed|factorial|score|half|halve|third|quarter|(?:four|fif|six|ten|hundred)th"
+SAME_UNIT = {"feet": "ft", "foot": "ft", "inch": "in", "centimeter": "cm", "meter": "m", "kilometer": "km", "hour": "hr"}
 SHORT_UNIT = "(?:cm|mm|km|kg|mg|ml|ft|in|lb|oz|hr)"  # other short words may be products: 2 ab
-UNIT = rf"(?!(?:{NO_UNIT})\b)(?:[a-zA-Z]{{3,}}|{SHORT_UNIT}|[mgslh])\b"
+UNIT = rf"(?!(?:{NO_UNIT})s?\b)(?:[a-zA-Z]{{3,}}|{SHORT_UNIT}|[mgslh])\b"
 BEFORE_UNIT = rf"(?<=[\d)}}])(?: ?\\(?:text|mbox|mathrm) ?\{{ ?| |(?={SHORT_UNIT}\b))"
 
 
-def _spell(text: str) -> tuple[str, str]:
-    """("5", "meter2") of "$5 \\text{ meters}^2$.": the answer in one spelling, and its unit or ""."""
+def _spell(text: str) -> tuple[str, str, str]:
+    """("5", "m2", "x") of "$x = 5 \\text{ meters}^2$.": the answer in one spelling, its unit and its name, or ""."""
     text = re.sub("([\u00bc-\u00be\u2150-\u215e])", r" \1", text)  # one and a half; NFKC alone makes 11/2 of it
     text = re.sub("([\u00b2\u00b3\u00b9\u2070-\u2079]+)", r"^{\1}", text)  # 5 squared; NFKC alone makes 52 of it
     text = unicodedata.normalize("NFKC", text).translate(str.maketrans(SYMBOLS))
     for pattern, spelling in SPELLINGS:
         text = re.sub(pattern, spelling, text).lstrip(" *`'\"").rstrip(" *`'\".,;:")
     found = re.search(rf"{BEFORE_UNIT}({UNIT}(?:[ /]{UNIT})*)[ .}}]*(?:\^\W*(\d)\W*)?$", text)
-    return (text[: found.start()], found[1].lower().rstrip("s") + (found[2] or "")) if found else (text, "")
+    text, power = (text[: found.start()], found[2] or "") if found else (text, "")
+    words = re.sub(r"(?<=..)e?s?\b", "", found[1].lower()).split(" ") if found else []  # inches -> inch
+    named = re.match(r"([a-zA-Z](?:\([a-zA-Z]\))?) ?(?:=|\\in\b) ?", text)  # x = 5 -> 5, f(x) = 2x -> 2x
+    text = (text[named.end() :] if named else text).replace(" degree", "")
+    return text, " ".join(SAME_UNIT.get(word, word) for word in words) + power, named[1] if named else ""
 
 
 def post(url: str, sample: dict, time_limit_s: float) -> float:
     """The "reward" in the JSON reply to a POST of the sample; 3 attempts, all within the time limit."""
+    from http.client import HTTPException
     from urllib.request import Request, urlopen
     request = Request(url, json.dumps(sample, default=str).encode(), {"Content-Type": "application/json"})
     for attempt in range(3):
         try:
             with urlopen(request, timeout=0.25 * time_limit_s) as reply:
                 return json.load(reply)["reward"]
-        except OSError:  # refused, reset, too slow, or an HTTP status of failure
+        except (OSError, HTTPException):  # refused, reset, cut, too slow, or an HTTP status of failure
             if attempt == 2:
                 raise
             time.sleep(0.05 * 2**attempt * time_limit_s)
-
-
-def model_scores(model, sequences: Sequence[Sequence[int]], *, tokens_per_row: int = 8192) -> list[float]:
-    """Scores of token-id sequences by a sequence-classification decoder with one label, each read at its last token.
-    Packed, without pads; ends go by length (pad may be eos). Attention must keep sequences apart: attention.py's, or
-    Transformers' sdpa and flash. All ranks call it together: sharded forwards are collective, short ranks run more."""
-    import torch
-    packed = model.config._attn_implementation == "packed"
-    if model.config.num_labels != 1 or not hasattr(model, "score") or model.config._attn_implementation == "eager":
-        raise ValueError(f"{type(model).__name__}: needs a `score` head, num_labels 1 and attention other than eager")
-    rows, scores, outputs = [], [], []
-    for sequence in sequences:
-        if not rows or sum(map(len, rows[-1])) + len(sequence) > tokens_per_row:
-            rows.append([])
-        rows[-1].append(torch.as_tensor(sequence, device=model.device))
-    num_rows = torch.tensor(len(rows), device=model.device)
-    if torch.distributed.is_initialized():
-        torch.distributed.all_reduce(num_rows, torch.distributed.ReduceOp.MAX)
-    rows += [[torch.zeros(1, dtype=torch.long, device=model.device)]] * (int(num_rows) - len(rows))
-    # All tokens' scores, from the head itself: the model's own choice among them goes by the value of the pad token.
-    read = lambda head, inputs, _: outputs.append(inputs[0].float() @ head.weight.t().float())  # bf16 rounds 10 to 1/16
-    with torch.no_grad(), model.score.register_forward_hook(read):
-        for row in rows:
-            edges = torch.tensor([0, *map(len, row)], device=model.device).cumsum(0).int()
-            positions = torch.cat([torch.arange(len(sequence), device=model.device) for sequence in row])
-            longest = max(map(len, row))
-            spans = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
-            model(torch.cat(row)[None], position_ids=positions[None], use_cache=False, **(spans if packed else {}))
-            scores += outputs.pop()[0, edges[1:] - 1, 0].tolist()
-    if not all(map(math.isfinite, scores)):
-        raise RuntimeError(f"{type(model).__name__} gave a score of NaN or Inf")
-    return scores[: len(sequences)]
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from rows import ARCHITECTURES, VOCAB_SIZE, make_model, plain_logprobs, random_sequences
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from logprobs import head_logprobs, response_positions, token_logprobs, with_logprobs
+from logprobs import head_logprobs, model_scores, response_positions, token_logprobs, with_logprobs
 from packing import pack, sequence, unpack
 
 
@@ -275,3 +276,92 @@ def test_the_memory_of_2048_tokens_and_32000_words_is_at_most_a_quarter_of_the_p
     plain, chunked = (run_ranks(1, peak_kib, way)[0] for way in ("plain", "chunked"))
     assert plain > 700_000  # three matrices of 250 MiB
     assert chunked <= plain / 4
+
+
+# Scores of a reward model
+
+
+def tiny_reward_model(kind="Llama", attention="sdpa", **options):
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    options = sizes | dict(num_key_value_heads=2, num_labels=1, pad_token_id=2, eos_token_id=2) | options
+    config = getattr(transformers, f"{kind}Config")(**options, attn_implementation=attention)
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(config).eval()
+    with torch.no_grad():
+        model.score.weight.normal_()    # its 0.02 would hide differences
+    return model
+
+
+def texts(num=5):
+    """Token ids of several lengths with EOS, which is the pad token as well, inside and at the end."""
+    torch.manual_seed(1)
+    return [[5, 2, *torch.randint(3, 32, (7 * (i * 3 % 5) + 1,)).tolist(), 2] for i in range(num)]
+
+
+def scores_alone(model, sequences):
+    """The last token's hidden state times the head, one text at a time."""
+    with torch.no_grad():
+        hidden = [model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0, -1] for ids in sequences]
+        return [(model.score.weight @ h).item() for h in hidden]
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+@pytest.mark.parametrize("attention", ["sdpa", "packed"])
+def test_a_text_has_the_same_score_alone_and_in_any_packing(kind, attention):
+    model = tiny_reward_model(kind)
+    expected = scores_alone(model, texts())
+    assert max(expected) - min(expected) > 0.1
+    if attention == "packed":
+        from attention import use_packed_attention
+
+        use_packed_attention(model)
+    rows = []
+    model.model.register_forward_pre_hook(lambda module, args, kwargs: rows.append(args), with_kwargs=True)
+    for tokens_per_row, num_rows in ((1, 5), (40, 3), (10_000, 1)):    # the texts have 4, 25, 11, 32 and 18 tokens
+        rows.clear()
+        got = model_scores(model, texts(), tokens_per_row=tokens_per_row)
+        assert got == pytest.approx(expected, abs=1e-4)    # fp32 sums in another order
+        assert len(rows) == num_rows
+    assert model_scores(model, list(map(torch.tensor, reversed(texts())))) == pytest.approx(expected[::-1], abs=1e-4)
+    assert model_scores(model, []) == []
+
+
+def test_texts_that_differ_only_behind_the_first_eos_have_different_scores():
+    first, second = model_scores(tiny_reward_model(), [[5, 6, 2, 7, 8, 2], [5, 6, 2, 9, 10, 2]])
+    assert abs(first - second) > 1e-2
+
+
+def test_a_model_whose_score_would_be_wrong_is_refused():
+    with pytest.raises(ValueError, match="num_labels 1"):
+        model_scores(tiny_reward_model(num_labels=2), texts())
+    with pytest.raises(ValueError, match="other than eager"):
+        model_scores(tiny_reward_model(attention="eager"), texts())
+    with pytest.raises(ValueError, match="needs a `score` head"):
+        model_scores(tiny_reward_model().model, texts())
+
+
+def test_a_score_that_is_not_finite_stops_the_run():
+    model = tiny_reward_model()
+    with torch.no_grad():
+        model.score.weight.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="LlamaForSequenceClassification gave a score of NaN"):
+        model_scores(model, texts())
+
+
+def scores_on_each_rank():
+    from torch.distributed.fsdp import fully_shard
+
+    model = tiny_reward_model()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model_scores(model, texts(5)[: [5, 0, 2][dist.get_rank()]], tokens_per_row=20)
+
+
+def test_a_sharded_model_scores_on_ranks_with_different_numbers_of_texts():
+    expected = scores_alone(tiny_reward_model(), texts())
+    got = run_ranks(3, scores_on_each_rank)
+    for scores, count in zip(got, (5, 0, 2)):
+        assert scores == pytest.approx(expected[:count], abs=1e-4)

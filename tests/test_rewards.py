@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from rewards import RewardConfig, Scorer, evaluate, extract_answer, math_reward, model_scores, score
+from rewards import RewardConfig, Scorer, evaluate, extract_answer, math_reward, score
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HALF = r"\boxed{\frac{1}{2}}"
@@ -72,6 +72,14 @@ EQUAL = [
     (r"\boxed{42 apples}", "42"),
     (r"\boxed{90^\circ}", "90"),
     (r"\boxed{90^{\circ}}", "90 degrees"),
+    (r"\boxed{45^\circ + 30^\circ}", "75"),
+    ("5 inches", "5 in"),
+    ("5 boxes", "5 box"),
+    ("5 miles", "5 mile"),
+    ("6 feet", "6 ft"),
+    (r"\boxed{25 \text{ centimeters}^2}", "25 cm^2"),
+    ("\u00a55", "5"),
+    ("\u200b5", "5"),
     # tuples, intervals, sets
     (r"\boxed{(1,2)}", "(1, 2)"),
     (r"\boxed{(\frac12,3)}", "(0.5,3)"),
@@ -121,6 +129,13 @@ UNEQUAL = [
     (r"\boxed{5\text{ cm}}", r"5\text{ m}"),
     (r"\boxed{5 km}", "5 m"),
     (r"\boxed{5 \text{ m}^2}", r"5 \text{ m}^3"),
+    ("5 s", "5 m"),
+    (r"\boxed{5^\circ}", "5 m"),
+    ("5 millions", "5"),
+    ("5 tenths", "5"),
+    ("5 halves", "5"),
+    ("5 squared", "5"),
+    ("5 minus one", "5"),
     (r"\boxed{5x}", "5"),
     (r"\boxed{2 ab}", "2"),
     (r"\boxed{2t}", "2"),
@@ -135,6 +150,11 @@ UNEQUAL = [
     (r"\boxed{\sqrt{2}}", "1.41"),
     (r"\boxed{3.14}", r"\pi"),
     (r"\boxed{x}", "y"),
+    (r"\boxed{x=2}", "y=2"),
+    (r"\boxed{f(x)=3}", "g(x)=3"),
+    (r"\boxed{42 \approx 43}", "42"),
+    ("\\boxed{42 \u2248 41}", "42"),
+    (r"\boxed{42_5}", "42"),
     (r"\boxed{x<3}", "x>3"),
     (r"\boxed{41 = 42}", "42"),
     (r"\boxed{\pm 3}", "3"),
@@ -366,11 +386,11 @@ def test_functions_may_import_the_files_beside_theirs(tmp_path):
 
 def test_two_files_of_one_name_are_refused(tmp_path):
     specs = []
-    for folder in ("one", "two"):
+    for folder, name in (("one", "f"), ("two", "g")):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "mine.py").write_text("def f(response): return 1")
-        specs.append(f"{tmp_path}/{folder}/mine.py:f")
-    with pytest.raises(ValueError, match="two/mine.py has no function 'f', or its name is taken by .*one/mine.py"):
+        (tmp_path / folder / "mine.py").write_text(f"def {name}(response): return 1")
+        specs.append(f"{tmp_path}/{folder}/mine.py:{name}")
+    with pytest.raises(ValueError, match="two/mine.py has no function 'g', or its name is taken by .*one/mine.py"):
         Scorer(RewardConfig(tuple(specs), num_workers=1))
 
 
@@ -411,6 +431,9 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, 
         ({"functions": ()}, "--reward.functions"),
         ({"functions": ("math", "math")}, "--reward.functions math math"),
         ({"functions": ("math",), "weights": (1.0, 2.0)}, "--reward.weights 1.0 2.0"),
+        ({"functions": ("http://a/score", "http://b/score/")}, "http://a/score http://b/score/"),    # one metric for both
+        ({"error_reward": float("nan")}, "--reward.error-reward nan"),
+        ({"weights": (float("inf"),)}, "weights .inf,"),
         ({"num_workers": 0}, "--reward.num-workers 0"),
         ({"time_limit_s": 0.0}, "--reward.time-limit-s 0.0"),
         ({"memory_limit_mb": -1}, "--reward.memory-limit-mb -1"),
@@ -444,7 +467,8 @@ def test_reasoning_gym_verifies_entries_with_the_scorer_of_their_data_set():
 
 
 class RemoteScorer(http.server.BaseHTTPRequestHandler):
-    """Fails twice, then rewards the length of the response; /away always fails, /text replies without JSON."""
+    """Fails twice, then rewards the length of the response; /away always fails, /text replies without JSON, /cut fails
+    by replies that end too early."""
 
     requests = []
 
@@ -452,7 +476,9 @@ class RemoteScorer(http.server.BaseHTTPRequestHandler):
         sample = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.requests.append(sample)
         tries = sum(request["response"] == sample["response"] for request in self.requests)
-        self.send_response(503 if tries < 3 or self.path == "/away" else 200)
+        self.send_response(503 if (tries < 3 and self.path != "/cut") or self.path == "/away" else 200)
+        if tries < 3 and self.path == "/cut":
+            self.send_header("Content-Length", "1000")
         self.end_headers()
         reply = "no JSON" if self.path == "/text" else json.dumps({"reward": len(sample["response"]) + sample["bonus"]})
         self.wfile.write(reply.encode())
@@ -474,8 +500,9 @@ def remote(monkeypatch):
     server.server_close()
 
 
-def test_a_remote_scorer_is_asked_again_when_it_fails(remote):
-    rewards, stats = score(f"{remote}/reward", samples_of("a", "bb", bonus=10), time_limit_s=2, num_workers=2)
+@pytest.mark.parametrize("path", ["reward", "cut"])
+def test_a_remote_scorer_is_asked_again_when_it_fails(remote, path):
+    rewards, stats = score(f"{remote}/{path}", samples_of("a", "bb", bonus=10), time_limit_s=2, num_workers=2)
     assert rewards == [11, 12] and stats["error_frac"] == 0
     assert len(RemoteScorer.requests) == 6
     assert RemoteScorer.requests[0].keys() == {"prompt", "response", "answer", "truncated", "bonus"}
@@ -518,9 +545,26 @@ def test_numbers_of_python_numpy_and_torch_are_rewards(good):
 
 
 def test_a_batch_result_of_the_wrong_length_or_type_is_an_error_of_all_its_samples():
-    for bad in ([1.0], "12", 1.0, None):
+    for bad in ([1.0], "12", b"12", {0: 1.0, 1: 2.0}, {1.0, 2.0}, 1.0, None):
         outcomes = evaluate(lambda responses: bad, samples_of("y", "z"))
         assert [reward for reward, _ in outcomes] == [None, None]
+
+
+def test_a_value_that_cannot_even_be_shown_is_an_error():
+    class Hidden:
+        def __repr__(self):
+            raise RuntimeError("no name")
+
+    assert "no name" in evaluate(lambda response: Hidden(), samples_of("y"))[0][1]
+
+
+def test_a_column_that_only_some_samples_of_a_batch_have_is_none_for_the_others():
+    samples = samples_of("a", level=1) + samples_of("b") + samples_of("c", level=3)
+    for batch in (samples, samples[1:], samples[:2]):
+        expected = [float(sample.get("level") or -1) for sample in batch]
+        named = evaluate(lambda responses, level=None: [x or -1 for x in level], batch)
+        everything = evaluate(lambda responses, **columns: [x or -1 for x in columns["level"]], batch)
+        assert named == everything == [(x, "") for x in expected]
 
 
 def test_errors_are_counted_shown_once_and_stand_as_the_error_reward(functions, capfd):
@@ -540,8 +584,16 @@ def test_errors_are_counted_shown_once_and_stand_as_the_error_reward(functions, 
 def test_the_run_stops_when_more_than_the_given_share_fails(functions):
     config = RewardConfig(("exact", functions + "fail_on_x"), max_error_frac=0.25, num_workers=2)
     assert score_all(config, samples_of("x", "b", "c", "d"))[1]["error_frac"] == 1 / 8
-    with pytest.raises(RuntimeError, match=r"fail_on_x failed on 2 of 4 samples; sample 1: Traceback(.|\n)*the reason"):
+    with pytest.raises(RuntimeError, match=r"fail_on_x failed on 2 of 3 samples; sample 1: Traceback(.|\n)*the reason"):
         score_all(config, samples_of("a", "x", "x", "d"))
+
+
+def test_a_run_that_must_stop_does_not_wait_for_every_sample_to_time_out(functions):
+    config = RewardConfig((functions + "hang_on_x",), time_limit_s=0.5, max_error_frac=0.1, num_workers=2)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="hang_on_x failed on 5 of 5 samples; sample 0: no result within 0.5 s"):
+        score_all(config, samples_of(*["x"] * 40))
+    assert time.monotonic() - start < 6    # 10 s of time limits on two workers
 
 
 @pytest.mark.parametrize("name", ["hang_on_x", "hang_in_c"])
@@ -641,7 +693,8 @@ def test_close_ends_every_worker(functions):
     assert children() == before
 
 
-def test_no_worker_outlives_a_trainer_that_is_killed_but_idle_ones_live_on(functions):
+@pytest.mark.parametrize("callables", ["", ", {'f': lambda response: time.sleep(9 * ('x' in response))}"])
+def test_no_worker_outlives_a_trainer_that_is_killed_but_idle_ones_live_on(functions, callables):
     idle = Scorer(RewardConfig((functions + "length",), num_workers=1, time_limit_s=0.1))
     idle.submit(0, samples_of("a")[0])
     idle.collect(1)
@@ -649,7 +702,7 @@ def test_no_worker_outlives_a_trainer_that_is_killed_but_idle_ones_live_on(funct
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from rewards import RewardConfig, Scorer
-scorer = Scorer(RewardConfig(({functions + "hang_on_x"!r},), num_workers=2, time_limit_s=0.5))
+scorer = Scorer(RewardConfig(({"f" if callables else functions + "hang_on_x"!r},), (), 2, 0.5){callables})
 scorer.submit(0, {samples_of("x")[0]!r})
 time.sleep(0.2)
 print("both work", flush=True)
@@ -707,89 +760,3 @@ def test_a_failure_on_one_rank_ends_all_soon_with_its_reason(functions):
     with pytest.raises(RuntimeError, match="fail_on_x failed on 1 of 1 samples(.|\n)*the reason"):
         run_ranks(2, score_on_each_rank, functions)
     assert time.monotonic() - start < 10
-
-
-def tiny_reward_model(kind="Llama", attention="sdpa", **options):
-    import transformers
-
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    options = sizes | dict(num_key_value_heads=2, num_labels=1, pad_token_id=2, eos_token_id=2) | options
-    config = getattr(transformers, f"{kind}Config")(**options, attn_implementation=attention)
-    model = getattr(transformers, f"{kind}ForSequenceClassification")(config).eval()
-    with torch.no_grad():
-        model.score.weight.normal_()    # its 0.02 would hide differences
-    return model
-
-
-def texts(num=5):
-    """Token ids of several lengths with EOS, which is the pad token as well, inside and at the end."""
-    torch.manual_seed(1)
-    return [[5, 2, *torch.randint(3, 32, (7 * (i * 3 % 5) + 1,)).tolist(), 2] for i in range(num)]
-
-
-def scores_alone(model, sequences):
-    """The last token's hidden state times the head, one text at a time."""
-    with torch.no_grad():
-        hidden = [model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0, -1] for ids in sequences]
-        return [(model.score.weight @ h).item() for h in hidden]
-
-
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
-@pytest.mark.parametrize("attention", ["sdpa", "packed"])
-def test_a_text_has_the_same_score_alone_and_in_any_packing(kind, attention):
-    model = tiny_reward_model(kind)
-    expected = scores_alone(model, texts())
-    assert max(expected) - min(expected) > 0.1
-    if attention == "packed":
-        from attention import use_packed_attention
-
-        use_packed_attention(model)
-    rows = []
-    model.model.register_forward_pre_hook(lambda module, args, kwargs: rows.append(args), with_kwargs=True)
-    for tokens_per_row, num_rows in ((1, 5), (40, 3), (10_000, 1)):    # the texts have 4, 25, 11, 32 and 18 tokens
-        rows.clear()
-        got = model_scores(model, texts(), tokens_per_row=tokens_per_row)
-        assert got == pytest.approx(expected, abs=1e-4)    # fp32 sums in another order
-        assert len(rows) == num_rows
-    assert model_scores(model, list(map(torch.tensor, reversed(texts())))) == pytest.approx(expected[::-1], abs=1e-4)
-    assert model_scores(model, []) == []
-
-
-def test_texts_that_differ_only_behind_the_first_eos_have_different_scores():
-    first, second = model_scores(tiny_reward_model(), [[5, 6, 2, 7, 8, 2], [5, 6, 2, 9, 10, 2]])
-    assert abs(first - second) > 1e-2
-
-
-def test_a_model_whose_score_would_be_wrong_is_refused():
-    with pytest.raises(ValueError, match="num_labels 1"):
-        model_scores(tiny_reward_model(num_labels=2), texts())
-    with pytest.raises(ValueError, match="other than eager"):
-        model_scores(tiny_reward_model(attention="eager"), texts())
-    with pytest.raises(ValueError, match="needs a `score` head"):
-        model_scores(tiny_reward_model().model, texts())
-
-
-def test_a_score_that_is_not_finite_stops_the_run():
-    model = tiny_reward_model()
-    with torch.no_grad():
-        model.score.weight.fill_(torch.nan)
-    with pytest.raises(RuntimeError, match="LlamaForSequenceClassification gave a score of NaN"):
-        model_scores(model, texts())
-
-
-def scores_on_each_rank():
-    from torch.distributed.fsdp import fully_shard
-
-    model = tiny_reward_model()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    return model_scores(model, texts(5)[: [5, 0, 2][dist.get_rank()]], tokens_per_row=20)
-
-
-def test_a_sharded_model_scores_on_ranks_with_different_numbers_of_texts():
-    expected = scores_alone(tiny_reward_model(), texts())
-    got = run_ranks(3, scores_on_each_rank)
-    for scores, count in zip(got, (5, 0, 2)):
-        assert scores == pytest.approx(expected[:count], abs=1e-4)
