@@ -281,7 +281,8 @@ def evaluate(args: Args, engine, scorer: Scorer, tokenizer, prompts: list[Prompt
         with metrics.timer("eval"):
             how = sampling_seed(args.seed, "eval"), temperature
             drawn = draw(engine, scorer, tokenizer, prompts, k, *how) if k else {}
-            rewards, _ = scorer.collect(len(drawn) * k)
+            rewards, stats = scorer.collect(len(drawn) * k)
+        metrics.update({n: stats[n] for n in ("error_frac", "timeout_frac")}, len(rewards), prefix="eval/")
         for i, position in enumerate(drawn):
             mine = rewards[i * k : (i + 1) * k]
             greedy = {"reward": mine[0], f"{prompts[position].source}/reward": mine[0]}

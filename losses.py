@@ -71,19 +71,19 @@ class LossConfig:
     """The remaining minibatches of a step are skipped once ppo_kl exceeds this; 0: never."""
 
     def __post_init__(self):
-        if not 0 < self.clip_low <= 1 or self.clip_high <= 0:
+        if not (0 < self.clip_low <= 1 and self.clip_high > 0):
             raise ValueError(
                 f"--loss.clip-low {self.clip_low}, --loss.clip-high {self.clip_high}: must be in (0, 1] and above 0; "
                 "try 0.2 and 0.28"
             )
-        if min(self.kl_coef, self.entropy_coef, self.target_kl) < 0:
+        if not all(x >= 0 for x in (self.kl_coef, self.entropy_coef, self.target_kl)):  # NaN neither
             raise ValueError(
                 f"--loss.kl-coef {self.kl_coef}, --loss.entropy-coef {self.entropy_coef}, --loss.target-kl "
                 f"{self.target_kl}: must be at least 0; 0 switches each off"
             )
         if self.kl == "k1":
             raise ValueError("--loss.kl k1: its gradient as a loss is zero on average; use k2 or k3")
-        if self.importance_cap < 1:
+        if not self.importance_cap >= 1:
             raise ValueError(f"--loss.importance-cap {self.importance_cap}: must be at least 1; try 2")
 
 
@@ -99,7 +99,7 @@ class CriticConfig:
     """Values earn nothing more for moving further than this from those before the update; inf: no clipping."""
 
     def __post_init__(self):
-        if self.learning_rate <= 0 or self.warmup_steps < 0 or self.value_clip <= 0:
+        if not (self.learning_rate > 0 and self.warmup_steps >= 0 and self.value_clip > 0):
             raise ValueError(
                 f"--critic.learning-rate {self.learning_rate}, --critic.warmup-steps {self.warmup_steps}, "
                 f"--critic.value-clip {self.value_clip}: must be above 0, at least 0, above 0; try 1e-5, 0 and 0.2"
@@ -174,7 +174,7 @@ def policy_loss(
     Statistics are means over this row's response tokens: pg_clipfrac (share of tokens whose gradient the clip removes)
     and ppo_kl (k3 estimate of KL(old|current)). A row without response tokens gives 0 and zero gradient.
     """
-    log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0)
+    log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).clamp(max=20.0)  # exp of 89 is inf, 0 inf NaN
     kl = torch.expm1(log_ratio) - log_ratio  # k3 of KL(old|current) on tokens from old: E[r - 1 - log r]
     if ratio == "sequence":
         assert cu_seqlens is not None, "the sequence-level ratio needs cu_seqlens"

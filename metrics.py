@@ -28,6 +28,7 @@ import contextlib
 import importlib.util
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,7 +91,6 @@ class Metrics:
                 _keep_before(self.out_dir / name, first_step)
         if self.is_rank0 and config.wandb_project:
             import wandb
-
             self._wandb = wandb.init(project=config.wandb_project, name=self.out_dir.name, config=settings)
 
     def add(self, name: str, value: float | Tensor, weight: float = 1.0, reduction: str = "mean") -> None:
@@ -182,11 +182,15 @@ class Metrics:
     def log(self, step: int) -> dict[str, float | None]:
         """The reduced record of this step, written on rank 0; clears everything for the next step. Collective."""
         self._switch()
-        now = time.perf_counter()
-        step_s, self._step_start = now - self._step_start, now
+        step_s, self._step_start = self._since - self._step_start, self._since
         self.add("timing_s/step", step_s, reduction="sum")
         for phase, gb in self._device.max_memory_gb().items():
             self.add(f"perf/max_memory_gb{phase and '/'}{phase}", gb, reduction="max")
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        self.add("perf/host_memory_gb", pages * os.sysconf("SC_PAGE_SIZE") / 2**30, reduction="max")
+        if torch.cuda.is_available():
+            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            self.add("perf/cached_memory_gb", cached / 2**30, reduction="max")
         record = self._reduce()
         for phase, name in (("update", "actor"), ("ref_logprobs", "ref")):
             record[f"memory/{name}_gpu_util_pct"] = self._device.mean_utilization(phase)
@@ -276,8 +280,7 @@ class Metrics:
     def _find_alarms(self, record: dict) -> Iterator[tuple[str, str]]:
         mismatch = record.get("rollout_corr/kl", 0.0)
         if mismatch > self.config.mismatch_alarm:
-            apart = f"sampler and trainer differ by {mismatch:.3f} nats per token"
-            yield "mismatch", f"{apart}; run once with --verify-sync"
+            yield "mismatch", f"sampler and trainer differ by {mismatch:.3f} nats per token; run once with --verify-sync"
         entropy = record.get("actor/entropy", math.inf)
         if entropy < self.config.entropy_alarm:
             yield "entropy", f"entropy is down to {entropy:.4f} nats; try --loss.entropy-coef or more --loss.clip-high"
@@ -322,9 +325,7 @@ class _DeviceSampler:
     def __init__(self):
         self._samples: list[tuple[float, float, float]] = []  # time, per cent, GiB
         self._spans: list[tuple[str, float, float]] = []
-        if not torch.cuda.is_available():
-            return
-        if importlib.util.find_spec("pynvml") is None:
+        if not torch.cuda.is_available() or importlib.util.find_spec("pynvml") is None:
             return
         import pynvml
 
@@ -372,7 +373,6 @@ def plot(metrics_file: Path, out_file: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         return
     import matplotlib
-
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -283,7 +283,8 @@ def evaluate(args: Args, engine, scorer: Scorer, tokenizer, prompts: list[Prompt
     """Greedy reward by the rule per data set, each a mean over all prompts of all ranks."""
     with metrics.timer("eval"):
         drawn = draw(engine, scorer, tokenizer, prompts, 1, sampling_seed(args.seed, "eval"), 0.0)
-        rewards, _ = scorer.collect(len(drawn))
+        rewards, stats = scorer.collect(len(drawn))
+    metrics.update({n: stats[n] for n in ("error_frac", "timeout_frac")}, len(rewards), prefix="eval/")
     for position, reward in zip(drawn, rewards, strict=True):
         metrics.update({"reward": reward, f"{prompts[position].source}/reward": reward}, prefix="eval/")
 

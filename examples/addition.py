@@ -134,10 +134,12 @@ def reproducible(seed: int) -> Iterator[None]:
     """torch seeded, on one thread: sums in another order would give other bytes on another machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield
-    torch.set_num_threads(num_threads)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def warm_start(model, tokenizer, target: tuple[float, float] = TARGET_ACCURACY, decay_steps: int = 1 << 30) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import random
 import sys
 
@@ -23,6 +24,7 @@ REWARDS = {
     "spread": lambda response: sum(map(ord, response)) % 5 / 4,
     "low": lambda response: float(response[:1] in ("0", "1", "2", "3", "4")),
     "quarter": lambda response: 0.25,
+    "broken": lambda response: [0.0, 1.0, None, math.nan, "1", 1j][sum(map(ord, response)) % 6],
     "odd": lambda response, number: float(number % 2 and len(response) % 2),
 }
 

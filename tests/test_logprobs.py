@@ -328,6 +328,16 @@ def test_a_text_has_the_same_score_alone_and_in_any_packing(kind, attention):
     assert model_scores(model, []) == []
 
 
+def test_the_score_of_a_bf16_model_is_not_rounded_to_bf16():
+    """Whose neighbours of 10 are a sixteenth apart: samples of one prompt would tie."""
+    model = tiny_reward_model().bfloat16()
+    with torch.no_grad():
+        hidden = [model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0, -1] for ids in texts()]
+    expected = [(model.score.weight.float() @ h.float()).item() for h in hidden]
+    assert max(abs(x - torch.tensor(x).bfloat16().item()) for x in expected) > 1e-3
+    assert model_scores(model, texts(), tokens_per_row=1) == pytest.approx(expected, abs=1e-5)
+
+
 def test_texts_that_differ_only_behind_the_first_eos_have_different_scores():
     first, second = model_scores(tiny_reward_model(), [[5, 6, 2, 7, 8, 2], [5, 6, 2, 9, 10, 2]])
     assert abs(first - second) > 1e-2

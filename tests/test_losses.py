@@ -1,7 +1,9 @@
 """Loss terms against hand-computed numbers, exact sums over small vocabularies, and other layouts of the same step."""
 
+import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,10 @@ from rows import make_model, random_sequences
 
 from logprobs import token_logprobs
 from losses import (
+    CriticConfig,
     LossConfig,
+    actor_loss,
+    critic_loss,
     importance_weights,
     kl_estimate,
     masked_sum,
@@ -395,6 +400,57 @@ def test_importance_weights_multiply_the_loss_of_each_token_after_the_clip():
     assert loss.item() == pytest.approx((-1.28 * 0.5 + 1.0 * 2.0) / 2)
 
 
+# The whole loss of a row, by its settings
+
+
+def two_responses(**fields):
+    """A row of two sequences: a prompt token and two response tokens, a prompt token and one."""
+    fields |= dict(response_mask=mask(0, 1, 1, 0, 1))
+    return SimpleNamespace(fields=fields, cu_seqlens=boundaries(0, 3, 5), num_response_tokens=3)
+
+
+@pytest.mark.parametrize(("ratio", "normalize", "kl"), list(itertools.product(
+    ["token", "sequence"], ["token", "sequence", "constant"], ["k2", "k3"])))
+def test_the_policys_loss_is_the_sum_of_its_terms_by_hand(ratio, normalize, kl):
+    """Ratios 1.5 and 0.5 of one response and 1.1 of the other: both clips work, and each to its own side."""
+    ratios, advantages, entropies, differences = [1.5, 0.5, 1.1], [1.0, -1.0, 2.0], [0.5, 0.25, 1.0], [0.3, -0.2, 0.4]
+    weights = {"token": [1 / 3] * 3, "sequence": [1 / 4, 1 / 4, 1 / 2], "constant": [1 / 16] * 3}[normalize]
+    used = ratios if ratio == "token" else [math.sqrt(0.75), math.sqrt(0.75), 1.1]
+    expected = 0.0
+    for w, r, a, h, d in zip(weights, used, advantages, entropies, differences, strict=True):
+        surrogate = max(-a * r, -a * min(max(r, 0.9), 1.3))
+        divergence = d * d / 2 if kl == "k2" else math.exp(d) - d - 1
+        expected += w * (surrogate + 0.1 * divergence - 0.01 * h)
+    logprobs = tensor(NAN, *(math.log(r) - 1 for r in ratios[:2]), NAN, math.log(1.1) - 1)
+    row = two_responses(
+        advantages=tensor(NAN, 1.0, -1.0, NAN, 2.0), old_logprobs=tensor(NAN, -1.0, -1.0, NAN, -1.0),
+        rollout_logprobs=tensor(NAN, -1.0, -1.0, NAN, -1.0),
+    )
+    row.fields["ref_logprobs"] = logprobs + tensor(0.0, 0.3, -0.2, 0.0, 0.4)
+    settings = dict(clip_low=0.1, clip_high=0.3, ratio=ratio, normalize=normalize, kl=kl, kl_coef=0.1, entropy_coef=0.01)
+    entropy, totals = tensor(NAN, 0.5, 0.25, NAN, 1.0), dict(tokens=3, sequences=2)
+    loss, stats = actor_loss(logprobs, entropy, row, totals, LossConfig(**settings), 8)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    assert stats["actor/entropy"].item() == pytest.approx(1.75 / 3)
+
+
+@pytest.mark.parametrize(("clip", "expected"), [(0.2, (0.32 + 0.02 + 0.0) / 3), (math.inf, (0.125 + 0.02 + 0.0) / 3)])
+def test_the_critics_loss_uses_its_clip_and_is_a_mean_over_tokens(clip, expected):
+    """A value of 0.5 that may be 0.2, one that is 0.2 off within the band, and one that is right."""
+    row = two_responses(values=tensor(NAN, 0.0, 0.8, NAN, 1.0), returns=tensor(NAN, 1.0, 1.0, NAN, 1.0))
+    values = tensor(NAN, 0.5, 0.8, NAN, 1.0)
+    loss, stats = critic_loss(values, row, dict(tokens=3, sequences=2), CriticConfig(value_clip=clip))
+    assert loss.item() == stats["critic/vf_loss"].item() == pytest.approx(expected)
+
+
+def test_a_ratio_beyond_fp32_has_a_loss():
+    """exp(100) is inf, and 0 x inf NaN: a group without spread has advantages of 0."""
+    logprobs = tensor(0.0, 0.0, grad=True)
+    loss, _ = policy_loss(logprobs, tensor(-100.0, 0.0), tensor(0.0, 1.0), mask(1, 1), normalizer=1.0)
+    loss.backward()
+    assert loss.item() == -1.0 and logprobs.grad.tolist() == [0.0, -1.0]
+
+
 def test_arguments_are_not_written_to():
     made = [tensor(-1.0, -2.0), tensor(-1.1, -1.9), tensor(1.0, -1.0)]
     before = [x.clone() for x in made]
@@ -413,6 +469,9 @@ def test_arguments_are_not_written_to():
         (dict(entropy_coef=-1.0), "--loss.entropy-coef -1.0"),
         (dict(target_kl=-1.0), "--loss.target-kl -1.0"),
         (dict(importance_cap=0.5), "--loss.importance-cap 0.5"),
+        (dict(clip_high=NAN), "--loss.clip-high nan"),
+        (dict(entropy_coef=NAN), "--loss.entropy-coef nan"),
+        (dict(importance_cap=NAN), "--loss.importance-cap nan"),
     ],
 )
 def test_settings_without_meaning_are_refused(setting, message):

@@ -80,6 +80,16 @@ def test_values_lose_their_graph_and_each_step_begins_empty(tmp_path):
     assert [r["step"] for r in records(tmp_path)] == [0, 1]
 
 
+def test_host_memory_is_what_a_rank_holds_at_most(tmp_path):
+    def on_a_rank(num_bytes):
+        held = torch.ones(num_bytes * dist.get_rank(), dtype=torch.uint8)    # written, hence resident
+        return Metrics(tmp_path, QUIET, 1).log(0)["perf/host_memory_gb"], len(held)
+
+    (without, _), (same, _) = run_ranks(2, on_a_rank, 0)
+    (found, _), _ = run_ranks(2, on_a_rank, 1 << 28)
+    assert without == same and found - without == pytest.approx(0.25, abs=0.1)
+
+
 def busy(seconds):
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:

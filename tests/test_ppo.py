@@ -21,6 +21,7 @@ from logprobs import token_values
 from losses import LossConfig, actor_loss
 from model import optimizer_step
 from packing import pack, sequence
+from reshard import verify_sync
 
 SMALL = dict(batch=dict(prompts_per_step=8, group_size=1, num_minibatches=2, tokens_per_row=512))
 
@@ -175,6 +176,23 @@ def test_without_a_target_the_coefficient_stays_and_one_step_never_moves_it_by_m
     assert fixed.coef == 0.3 and steered.coef == pytest.approx(0.36)
 
 
+def test_the_penalty_is_the_kl_of_the_old_policy_to_the_reference_not_the_samplers():
+    """Rewards -0.5 x 0.5 and 1 + 0.5 x 0.2, returns their sums; the KL is the mean of 0.5 and -0.2."""
+    made = dict(old_logprobs=torch.tensor([-1.0, -2.0]), ref_logprobs=torch.tensor([-1.5, -1.8]))
+    fields = made | dict(rollout_logprobs=-9.0, values=0.0, scores=1.0)
+    rows = pack([sequence(torch.tensor([3]), torch.tensor([4, 1]), **fields)], 8)
+    [[row]], stats = estimate([rows], GaeConfig(gae_lambda=1.0, whiten=False), 0.5)
+    assert row.fields["returns"].tolist() == pytest.approx([0.0, 0.85, 1.1])
+    assert stats["actor/reward_kl_penalty"] == pytest.approx(0.15)
+
+
+def test_the_run_steers_the_weight_of_the_penalty(tiny, files, tmp_path):
+    """A KL far below its target: a fifth less in each step."""
+    gae = dict(kl_coef=0.1, kl_target=100.0, kl_horizon=8)
+    found = records(train(job(tiny, files, tmp_path, num_steps=3, gae=gae)))
+    assert [r["actor/reward_kl_penalty_coeff"] for r in found] == pytest.approx([0.1, 0.08, 0.064])
+
+
 def test_a_kl_penalty_in_the_reward_holds_the_policy_back(tiny, files, tmp_path):
     # The KL term of 1e-9 is there so that the KL is measured in the run without the penalty as well.
     changes = dict(num_steps=10, learning_rate=3e-3, loss=dict(kl_coef=1e-9), batch=dict(group_size=8))
@@ -207,6 +225,23 @@ def test_the_critic_alone_learns_during_its_warm_up(tiny, files, tmp_path):
     assert all(record["critic/grad_norm"] > 0 for record in records(together))
     # The policy's own warm-up begins with its first step: half of the peak, not the peak.
     assert [record.get("actor/lr") for record in records(together)] == [None, None, 0.5e-2]
+
+
+def test_critic_and_policy_have_their_own_rates_and_starts_and_evaluation_and_checks_run(tiny, files, tmp_path):
+    def checked(*arguments, **options):
+        verify_sync(*arguments, **options)
+        with open(tmp_path / "checks", "a") as file:
+            print("verified", file=file)
+
+    start = random_reward_model(tmp_path / "start")
+    changes = dict(eval_paths=(str(files / "7.jsonl"),), eval_every=1, verify_sync=True, learning_rate=1e-3)
+    changes |= dict(critic=dict(learning_rate=3e-3, path=start))
+    found = records(train(job(tiny, files, tmp_path, **changes), verify_sync=checked))
+    assert [(r["actor/lr"], r["critic/lr"]) for r in found] == [(1e-3, 3e-3)] * 2
+    assert (tmp_path / "checks").read_text().split() == ["verified"] * 2
+    # A head of zeros would give a variance of exactly 0.
+    assert all(0 <= r["eval/reward"] <= 1 for r in found) and abs(found[0]["critic/vf_explained_var"]) > 1e-3
+    assert all(r["timing_s/reward"] > 0 and r["timing_s/eval"] > 0 for r in found)
 
 
 def test_a_batch_of_rollouts_serves_for_several_steps(tiny, files, tmp_path):
@@ -276,6 +311,17 @@ def test_fewer_prompts_than_ranks_and_8_bit_gradients(tiny, files, tmp_path):
     changes = dict(batch=dict(prompts_per_step=1, num_minibatches=1), reward_model_path=reward_model)
     run = train(job(tiny, files, tmp_path, quantize_gradients=True, **changes), 2)
     assert all(record["critic/grad_norm"] > 0 for record in records(run))
+
+
+@pytest.mark.parametrize("entry", [grpo, ppo])
+def test_rewards_that_are_no_numbers_are_counted_and_leave_the_weights_finite(tiny, files, tmp_path, entry):
+    """modelscope/ms-swift#8123: one None made all advantages NaN, and the run completed. Evaluation counts its own."""
+    changes = dict(eval_paths=(str(files / "7.jsonl"),), eval_every=1, learning_rate=1e-3)
+    changes |= dict(reward=dict(functions=("broken",), max_error_frac=1.0))
+    run = train(settings(tiny, files, tmp_path, entry=entry, **changes))
+    assert all(x.isfinite().all() for x in weights(run).values())
+    assert all(record["actor/grad_norm"] > 0 and 0 < record["reward/error_frac"] < 1 for record in records(run))
+    assert all(0 < record["eval/error_frac"] < 1 and record["eval/timeout_frac"] == 0 for record in records(run))
 
 
 @pytest.mark.parametrize("entry", [grpo, ppo])

@@ -223,6 +223,36 @@ def test_verify_sync_passes_after_a_sync_and_names_what_differs_without_one(path
     run_ranks(2, job)
 
 
+def test_verify_sync_sees_weights_that_changed_places(paths):
+    """Their sum is the same."""
+
+    def job():
+        policy = load(paths["qwen2"])
+        engine = Recorder(policy)
+        sync_weights(policy, engine, dtype=torch.float32)
+        held = dict(engine.model.named_parameters())
+        name = next(name for name in held if "up_proj" in name)
+        held[name].data.copy_(held[name].data.flip(0))
+        with pytest.raises(RuntimeError, match=f"1 of 26 .*{name}"):
+            verify_sync(policy, engine, dtype=torch.float32)
+
+    run_ranks(1, job)
+
+
+def test_the_next_bucket_is_on_its_way_while_the_consumer_loads_this_one(paths, monkeypatch):
+    def job():
+        events = []
+        start = reshard._start_gather
+        monkeypatch.setattr(reshard, "_start_gather", lambda *x: (events.append("start"), start(*x))[1])
+        for _ in iter_full_params(load(paths["qwen2"]), dtype=torch.float32, bucket_bytes=1 << 14):
+            events.append("load")
+        num_buckets = events.count("load")
+        assert num_buckets > 3
+        assert events == ["start", *["start", "load"] * (num_buckets - 1), "load"]
+
+    run_ranks(2, job)
+
+
 def test_syncing_a_hundred_times_leaves_the_trainers_weights_alone(paths):
     """huggingface/trl#6688: merging into the weights and out again moved them by 67 % after 1000 times."""
 

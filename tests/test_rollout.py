@@ -37,7 +37,9 @@ class Kept:
         self.paths = paths
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
         kind = "vllm" if make is VllmEngine else "hf"
-        config = RolloutConfig(kind, LIMIT, temperature=0.7, tensor_parallel_size=tensor_parallel_size)
+        # Fewer at a time than the tests ask for, and prompts in chunks.
+        small = dict(max_num_seqs=16, max_num_batched_tokens=64) if kind == "vllm" else {}
+        config = RolloutConfig(kind, LIMIT, temperature=0.7, tensor_parallel_size=tensor_parallel_size, **small)
         sizes = dict(max_prompt_tokens=256, num_samples=num_samples, stop_ids=[EOS, ALSO_STOPS])
         self.policies = {name: load_policy(path, mesh) for name, path in paths.items()}
         self.engines = {name: make(path, config, **sizes) for name, path in paths.items()}
