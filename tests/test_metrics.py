@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import sys
 import tempfile
 import time
@@ -83,11 +84,13 @@ def test_values_lose_their_graph_and_each_step_begins_empty(tmp_path):
 def test_host_memory_is_what_a_rank_holds_at_most(tmp_path):
     def on_a_rank(num_bytes):
         held = torch.ones(num_bytes * dist.get_rank(), dtype=torch.uint8)    # written, hence resident
-        return Metrics(tmp_path, QUIET, 1).log(0)["perf/host_memory_gb"], len(held)
+        found = Metrics(tmp_path, QUIET, 1).log(0)["perf/host_memory_gb"]
+        return found, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20 + 0 * len(held)
 
     (without, _), (same, _) = run_ranks(2, on_a_rank, 0)
-    (found, _), _ = run_ranks(2, on_a_rank, 1 << 28)
+    (found, _), (_, peak) = run_ranks(2, on_a_rank, 1 << 28)
     assert without == same and found - without == pytest.approx(0.25, abs=0.1)
+    assert found <= 1.1 * peak    # resident, not mapped
 
 
 def busy(seconds):
