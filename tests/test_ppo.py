@@ -1,5 +1,6 @@
 """PPO: critic and policy learn from the same rows; what a batch of rollouts fixes is computed once; refusals."""
 
+import functools
 import json
 import math
 import sys
@@ -408,6 +409,43 @@ def test_a_reward_model_with_other_tokens_or_none_is_refused(tiny, files, tmp_pa
     for reward_model, message in cases:
         with pytest.raises(SystemExit, match=f"error: --reward-model {reward_model}: {message}"):
             train(job(tiny, files, tmp_path, reward_model_path=reward_model))
+
+
+@pytest.mark.parametrize("way", range(5))
+def test_the_built_in_reward_model_learns_from_answers_that_are_wrong(tiny, way):
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    right = addition.right_answers(addition.make_tokenizer(), held_out=True)
+    torch.manual_seed(0)
+    for _ in range(4):
+        wrong = addition.wrong_answers(policy, right, way)
+        assert torch.equal(wrong[:, :6], right[:, :6])    # the same problem
+        shared = min(right.shape[1], wrong.shape[1])
+        assert wrong.shape[1] != 10 or (wrong != right).any(1).all()
+        assert wrong.shape[1] == 10 or (wrong[:, :shared] != right[:, :shared]).any(1).all()
+
+
+@pytest.mark.slow
+def test_the_built_in_models_are_the_same_bytes_for_the_same_seed_and_the_judge_tells_pairs_apart(tmp_path, monkeypatch):
+    """Few steps of the judge, from a model that adds half-well: more than a coin's share of the pairs."""
+    shorter = functools.partial(addition.warm_start, target=(0.7, 1.0))
+    for number in ("1", "2"):
+        addition.make_model(tmp_path / number, seed=3)
+        with monkeypatch.context() as patch:
+            patch.setattr(addition, "warm_start", lambda model, tokenizer, **_: shorter(model, tokenizer))
+            patch.setattr(addition, "PREFERENCE_STEPS", 100)
+            patch.setattr(addition, "TARGET_PAIRS", 0.6)
+            addition.make_reward_model(tmp_path / f"judge{number}", 3, str(tmp_path / number))
+    for kind in ("", "judge"):
+        first, second = ((tmp_path / f"{kind}{number}" / "model.safetensors").read_bytes() for number in "12")
+        assert first == second
+    monkeypatch.setattr(addition, "PREFERENCE_STEPS", 100)
+    monkeypatch.setattr(addition, "TARGET_PAIRS", 1.01)
+    monkeypatch.setattr(addition, "warm_start", lambda *_, **__: None)
+    with pytest.raises(RuntimeError, match="of the pairs apart; try another --seed"):
+        addition.make_reward_model(tmp_path / "none", 3, str(tmp_path / "1"))
+    assert not (tmp_path / "none").exists()
 
 
 def test_the_built_in_prompts_ask_for_the_sum_of_their_answer():
