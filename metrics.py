@@ -278,9 +278,9 @@ class Metrics:
         return "  ".join([*shown, f"{record['timing_s/step']:.2f} s", f"left {left / 60:.1f} min"])
 
     def _find_alarms(self, record: dict) -> Iterator[tuple[str, str]]:
-        mismatch = record.get("rollout_corr/kl", 0.0)
-        if mismatch > self.config.mismatch_alarm:
-            yield "mismatch", f"sampler and trainer differ by {mismatch:.3f} nats per token; run once with --verify-sync"
+        kl = record.get("rollout_corr/kl", 0.0)
+        if kl > self.config.mismatch_alarm:
+            yield "mismatch", f"sampler and trainer differ by {kl:.3f} nats per token; run once with --verify-sync"
         entropy = record.get("actor/entropy", math.inf)
         if entropy < self.config.entropy_alarm:
             yield "entropy", f"entropy is down to {entropy:.4f} nats; try --loss.entropy-coef or more --loss.clip-high"

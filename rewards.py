@@ -83,7 +83,7 @@ class RewardConfig:
             if not getattr(self, name) >= low:
                 raise ValueError(f"--reward.{name.replace('_', '-')} {getattr(self, name)}: must be at least {low}")
         if not all(map(math.isfinite, (self.error_reward, *self.weights))):
-            raise ValueError(f"--reward.error-reward {self.error_reward}, weights {self.weights}: must be finite numbers")
+            raise ValueError(f"--reward.error-reward {self.error_reward}, weights {self.weights}: must be finite")
 
 
 class Scorer:
@@ -151,7 +151,7 @@ class Scorer:
                 self._shown.add(name)
                 print(report, file=sys.stderr, flush=True)
             if len(errors) > limit:
-                self._threads.shutdown(wait=False, cancel_futures=True)  # else the interpreter waits for them at its end
+                self._threads.shutdown(wait=False, cancel_futures=True)  # else the interpreter waits for them
                 raise RuntimeError(f"--reward.max-error-frac {self.config.max_error_frac}: {report}")
             scores = [self.config.error_reward if reward is None else reward for reward, _ in outcomes]
             rewards = [total + weight * score for total, score in zip(rewards, scores)]
@@ -354,8 +354,9 @@ SPELLINGS = (  # applied in this order
     (r"(\d)[eE]([+-]?\d{1,3})$", r"\1\\times 10^{\2}"),
 )
 NO_UNIT = "or|and|not|hundred|thousand|[mb]illion|trillion|dozen|infinity|alpha|beta|gamma|delta|theta|lambda|omega"
-NO_UNIT += "|plus|minus|times|divided|squared|cubed|factorial|score|half|halve|third|quarter|(?:four|fif|six|ten|hundred)th"
-SAME_UNIT = {"feet": "ft", "foot": "ft", "inch": "in", "centimeter": "cm", "meter": "m", "kilometer": "km", "hour": "hr"}
+NO_UNIT += "|plus|minus|times|divided|squared|cubed|factorial|score|half|halve|third|quarter|(?:four|fif|ten|hundred)th"
+SAME_UNIT = {"feet": "ft", "foot": "ft", "inch": "in", "meter": "m", "centimeter": "cm", "kilometer": "km"}
+SAME_UNIT |= {"hr": "hour", "min": "minut", "sec": "second"}  # words without s and es
 SHORT_UNIT = "(?:cm|mm|km|kg|mg|ml|ft|in|lb|oz|hr)"  # other short words may be products: 2 ab
 UNIT = rf"(?!(?:{NO_UNIT})s?\b)(?:[a-zA-Z]{{3,}}|{SHORT_UNIT}|[mgslh])\b"
 BEFORE_UNIT = rf"(?<=[\d)}}])(?: ?\\(?:text|mbox|mathrm) ?\{{ ?| |(?={SHORT_UNIT}\b))"

@@ -427,7 +427,8 @@ def test_the_policys_loss_is_the_sum_of_its_terms_by_hand(ratio, normalize, kl):
         rollout_logprobs=tensor(NAN, -1.0, -1.0, NAN, -1.0),
     )
     row.fields["ref_logprobs"] = logprobs + tensor(0.0, 0.3, -0.2, 0.0, 0.4)
-    settings = dict(clip_low=0.1, clip_high=0.3, ratio=ratio, normalize=normalize, kl=kl, kl_coef=0.1, entropy_coef=0.01)
+    settings = dict(ratio=ratio, normalize=normalize, kl=kl)
+    settings |= dict(clip_low=0.1, clip_high=0.3, kl_coef=0.1, entropy_coef=0.01)
     entropy, totals = tensor(NAN, 0.5, 0.25, NAN, 1.0), dict(tokens=3, sequences=2)
     loss, stats = actor_loss(logprobs, entropy, row, totals, LossConfig(**settings), 8)
     assert loss.item() == pytest.approx(expected, rel=1e-5)

@@ -427,7 +427,7 @@ def test_the_built_in_reward_model_learns_from_answers_that_are_wrong(tiny, way)
 
 
 @pytest.mark.slow
-def test_the_built_in_models_are_the_same_bytes_for_the_same_seed_and_the_judge_tells_pairs_apart(tmp_path, monkeypatch):
+def test_the_built_in_models_are_the_same_bytes_for_the_same_seed_and_the_judge_learns(tmp_path, monkeypatch):
     """Few steps of the judge, from a model that adds half-well: more than a coin's share of the pairs."""
     shorter = functools.partial(addition.warm_start, target=(0.7, 1.0))
     for number in ("1", "2"):

@@ -431,7 +431,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, 
         ({"functions": ()}, "--reward.functions"),
         ({"functions": ("math", "math")}, "--reward.functions math math"),
         ({"functions": ("math",), "weights": (1.0, 2.0)}, "--reward.weights 1.0 2.0"),
-        ({"functions": ("http://a/score", "http://b/score/")}, "http://a/score http://b/score/"),    # one metric for both
+        ({"functions": ("http://a/score", "http://b/score/")}, "http://a/score http://b/score/"),    # one metric
         ({"error_reward": float("nan")}, "--reward.error-reward nan"),
         ({"weights": (float("inf"),)}, "weights .inf,"),
         ({"num_workers": 0}, "--reward.num-workers 0"),
