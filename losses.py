@@ -174,13 +174,13 @@ def policy_loss(
     Statistics are means over this row's response tokens: pg_clipfrac (share of tokens whose gradient the clip removes)
     and ppo_kl (k3 estimate of KL(old|current)). A row without response tokens gives 0 and zero gradient.
     """
-    log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).clamp(max=20.0)  # exp of 89 is inf, 0 inf NaN
+    log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0)
     kl = torch.expm1(log_ratio) - log_ratio  # k3 of KL(old|current) on tokens from old: E[r - 1 - log r]
     if ratio == "sequence":
         assert cu_seqlens is not None, "the sequence-level ratio needs cu_seqlens"
         lengths = _sequence_sum(response_mask.to(log_ratio.dtype), cu_seqlens)
         log_ratio = torch.where(response_mask, _sequence_sum(log_ratio, cu_seqlens) / lengths.clamp(min=1), 0.0)
-    r = torch.exp(log_ratio)
+    r = torch.exp(torch.where(advantages == 0, 0.0, log_ratio))  # exp(89) is inf, and 0 x inf NaN
     unclipped = -advantages * r
     clipped = -advantages * r.clamp(1 - clip_low, 1 + clip_high)
     per_token = torch.maximum(unclipped, clipped)

@@ -50,6 +50,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from typing import ClassVar
+from weakref import WeakSet
 
 TIMEOUT = "no result within"
 BATCH = {"responses", "completions"}
@@ -78,7 +79,7 @@ class RewardConfig:
         names = {os.path.basename(name.rstrip("/")) for name in self.functions}
         if not 0 < len(names) == len(self.functions) or len(self.weights) not in (0, len(self.functions)):
             got = f"--reward.functions {' '.join(self.functions)} --reward.weights {' '.join(map(str, self.weights))}"
-            raise ValueError(f"{got}: give at least one function, no name twice, and one weight for each or no weights")
+            raise ValueError(f"{got}: must be at least one, of different names, and a weight for each or none")
         for name, low in (("num_workers", 1), ("time_limit_s", 0.01), ("memory_limit_mb", 0), ("max_error_frac", 0)):
             if not getattr(self, name) >= low:
                 raise ValueError(f"--reward.{name.replace('_', '-')} {getattr(self, name)}: must be at least {low}")
@@ -133,7 +134,7 @@ class Scorer:
 
     def collect(self, num_samples: int) -> tuple[list[float], dict[str, float]]:
         """Waits for samples 0..num_samples-1: their rewards, and error_frac, timeout_frac and <function>_mean.
-        RuntimeError if more than max_error_frac of a function's samples failed."""
+        RuntimeError if more than max_error_frac of a function's samples fail; the scorer is then at its end."""
         assert sorted(self._samples) == list(range(num_samples)), f"{len(self._samples)} submitted, not {num_samples}"
         samples = [self._samples.pop(index) for index in range(num_samples)]
         rewards, stats = [0.0] * num_samples, {"error_frac": 0.0, "timeout_frac": 0.0}
@@ -188,17 +189,17 @@ def score(functions, samples: list[dict], *, time_limit_s: float = 5.0, num_work
 class _Worker:
     """A process in its own session: a fresh interpreter on this file, or a fork of this one if there are callables."""
 
-    ends: ClassVar[list[Connection]] = []  # the trainer's, of the pipes to all workers
+    ends: ClassVar[WeakSet] = WeakSet()  # the trainer's, of the pipes to all workers
 
     def __init__(self, callables: Mapping[str, Callable]):
         self.connection, theirs = Pipe()
-        self.ends.append(self.connection)
+        self.ends.add(self.connection)
         if callables:
             self.pid = os.fork()
             if self.pid == 0:
                 os.setsid()
                 os.dup2(2, 1)
-                for end in self.ends:  # open here, too, they would hide that the trainer is gone
+                for end in list(self.ends):  # open here, too, they would hide that the trainer is gone
                     end.close()
                 serve(theirs, callables)
             self.wait = lambda: os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -221,7 +222,6 @@ class _Worker:
 
     def kill(self) -> int:  # the whole group; waits, so that no zombie stays, and returns the exit code
         os.killpg(self.pid, signal.SIGKILL)
-        self.ends.remove(self.connection)
         return self.wait()
 
 
@@ -295,7 +295,7 @@ def evaluate(function: Callable, samples: list[dict]) -> list[tuple[float | None
             raise ValueError(f"returned {values!r:.200}: must be {len(samples)} numbers, one for each sample in order")
         outcomes = [(None, f"returned {value!r:.200}: must be one finite number") for value in values]
         for i, value in enumerate(values):
-            with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):  # what is no number raises
+            with contextlib.suppress(Exception):  # None, a string, a tensor of several elements: what __float__ raises
                 if math.isfinite(value):
                     outcomes[i] = (float(value), "")
     except Exception:  # the user's code; counted and shown
@@ -308,13 +308,13 @@ def math_reward(response: str, answer: str) -> float:
     SymPy may take for ever on hostile text: score a policy's text by Scorer or score(), which limit the time."""
     given, unit, name = _spell(extract_answer(response))
     gold, *others = _spell(extract_answer(answer) if re.search(r"####|\\f?box", str(answer)) else str(answer))
-    if not given or not gold or any(a and b and a != b for a, b in zip((unit, name), others)):
+    if not given or not gold or any(a != b for mine, theirs in zip((unit, name), others) for a, b in zip(mine, theirs)):
         return 0.0
     if given == gold or (given.isalpha() and given.casefold() == gold.casefold()):
         return 1.0
     # Words are no expressions (math-verify reads Paris as P*a*r*i*s); 41 = 42, 42 \approx 43 and 42_5 are not 42.
-    extra = [sign for sign in ("=", "approx", "sim", "_") if sign in given and sign not in gold]
-    if extra or re.search(r"[a-zA-Z]{3,}", re.sub(r"\\[a-zA-Z]+", "", given + gold)):
+    signs = [set(re.findall(r"=|\\approx|\\sim\b|\d_", x)) for x in (given, gold)]
+    if signs[0] - signs[1] or re.search(r"[a-zA-Z]{3,}", re.sub(r"\\[a-zA-Z]+", "", given + gold)):
         return 0.0
     from math_verify import LatexExtractionConfig, parse, verify
     normalization = replace(LatexExtractionConfig().normalization_config, units=False)  # with its units 2t is 2
@@ -346,24 +346,27 @@ SYMBOLS |= {"\u221e": "\\infty ", "\u221a": "\\sqrt ", "\u222a": "\\cup ", "\u22
 SPELLINGS = (  # applied in this order
     (r"(?<!\\)(?:\\[!,;: ()\[\]]|~)", " "),
     (r"\\?[$\u20ac\u00a3\u00a5]", " "),  # math mode and currencies
-    (r"(?:\^ ?\{?\\circ ?\}?|\\degree\b|\u00b0)", " degree "),
+    (r"\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree\b|\u00b0", " degree "),
     (r"\s+", " "),
     (r"^\\(?:text|mbox|textbf|mathrm) ?\{([^{}]*)\}$", r"\1"),
+    (r"(?<=[a-z]) (?:squar|(cub))ed(?=\W*$)", lambda found: "^3" if found[1] else "^2"),  # 25 feet squared
     (r"(?<=\d) (?=\d{3}\b)", ""),  # 1 234 -> 1234
     (r"(\d) (\d+) ?/ ?(\d+)$", r"\1\\frac{\2}{\3}"),
     (r"(\d)[eE]([+-]?\d{1,3})$", r"\1\\times 10^{\2}"),
 )
 NO_UNIT = "or|and|not|hundred|thousand|[mb]illion|trillion|dozen|infinity|alpha|beta|gamma|delta|theta|lambda|omega"
-NO_UNIT += "|plus|minus|times|divided|squared|cubed|factorial|score|half|halve|third|quarter|(?:four|fif|ten|hundred)th"
-SAME_UNIT = {"feet": "ft", "foot": "ft", "inch": "in", "meter": "m", "centimeter": "cm", "kilometer": "km"}
-SAME_UNIT |= {"hr": "hour", "min": "minut", "sec": "second"}  # words without s and es
+NO_UNIT += "|plus|minus|divided|squared|cubed|factorial"  # nor a fraction, but in 12 third graders
+NO_UNIT += "|(?:third|half|halve|(?:four|fif|six|seven|eigh|nin|ten|twelf|hundred|thousand|million)th)(?!s? [a-zA-Z])"
+SAME_UNIT = "feet ft foot ft inch in meter m centimeter cm millimeter mm kilometer km gram g kilogram kg liter l"
+SAME_UNIT += " second s sec s minut min hour h hr h pound lb ounc oz"  # words without their last s and es
+SAME_UNIT = dict(zip(SAME_UNIT.split()[::2], SAME_UNIT.split()[1::2]))
 SHORT_UNIT = "(?:cm|mm|km|kg|mg|ml|ft|in|lb|oz|hr)"  # other short words may be products: 2 ab
 UNIT = rf"(?!(?:{NO_UNIT})s?\b)(?:[a-zA-Z]{{3,}}|{SHORT_UNIT}|[mgslh])\b"
 BEFORE_UNIT = rf"(?<=[\d)}}])(?: ?\\(?:text|mbox|mathrm) ?\{{ ?| |(?={SHORT_UNIT}\b))"
 
 
-def _spell(text: str) -> tuple[str, str, str]:
-    """("5", "m2", "x") of "$x = 5 \\text{ meters}^2$.": the answer in one spelling, its unit and its name, or ""."""
+def _spell(text: str) -> tuple[str, list[str], list[str]]:
+    """("5", ["m2"], ["x"]) of "$x = 5 \\text{ meters}^2$.": answer in one spelling, words of its unit, its name."""
     text = re.sub("([\u00bc-\u00be\u2150-\u215e])", r" \1", text)  # one and a half; NFKC alone makes 11/2 of it
     text = re.sub("([\u00b2\u00b3\u00b9\u2070-\u2079]+)", r"^{\1}", text)  # 5 squared; NFKC alone makes 52 of it
     text = unicodedata.normalize("NFKC", text).translate(str.maketrans(SYMBOLS))
@@ -371,10 +374,11 @@ def _spell(text: str) -> tuple[str, str, str]:
         text = re.sub(pattern, spelling, text).lstrip(" *`'\"").rstrip(" *`'\".,;:")
     found = re.search(rf"{BEFORE_UNIT}({UNIT}(?:[ /]{UNIT})*)[ .}}]*(?:\^\W*(\d)\W*)?$", text)
     text, power = (text[: found.start()], found[2] or "") if found else (text, "")
-    words = re.sub(r"(?<=..)e?s?\b", "", found[1].lower()).split(" ") if found else []  # inches -> inch
-    named = re.match(r"([a-zA-Z](?:\([a-zA-Z]\))?) ?(?:=|\\in\b) ?", text)  # x = 5 -> 5, f(x) = 2x -> 2x
-    text = (text[named.end() :] if named else text).replace(" degree", "")
-    return text, " ".join(SAME_UNIT.get(word, word) for word in words) + power, named[1] if named else ""
+    words = re.sub(r"(?<=..)[es]*\b", "", found[1].lower()).split(" ") if found else []  # inches -> inch
+    named = re.match(r"([a-zA-Z](?:\([a-zA-Z]\))?) ?(?:=|\\approx\b|\\in\b)[ *`]*", text)  # x = 5 -> 5, f(x) = 2x -> 2x
+    text = re.sub(r" degrees?\b", "", text[named.end() :] if named else text)
+    units = (" ".join(SAME_UNIT.get(word, word) for word in words) + power).split()
+    return text, units, [named[1].casefold()] if named else []
 
 
 def post(url: str, sample: dict, time_limit_s: float) -> float:

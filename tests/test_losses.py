@@ -445,11 +445,13 @@ def test_the_critics_loss_uses_its_clip_and_is_a_mean_over_tokens(clip, expected
 
 
 def test_a_ratio_beyond_fp32_has_a_loss():
-    """exp(100) is inf, and 0 x inf NaN: a group without spread has advantages of 0."""
-    logprobs = tensor(0.0, 0.0, grad=True)
-    loss, _ = policy_loss(logprobs, tensor(-100.0, 0.0), tensor(0.0, 1.0), mask(1, 1), normalizer=1.0)
+    """exp(100) is inf, and 0 x inf NaN: a group without spread has advantages of 0. A bad token is pushed back as far as
+    it went."""
+    logprobs = tensor(0.0, 0.0, 0.0, grad=True)
+    loss, _ = policy_loss(logprobs, tensor(-100.0, 0.0, -25.0), tensor(0.0, 1.0, -1.0), mask(1, 1, 1), normalizer=1.0)
     loss.backward()
-    assert loss.item() == -1.0 and logprobs.grad.tolist() == [0.0, -1.0]
+    assert loss.item() == pytest.approx(math.exp(25))
+    assert logprobs.grad.tolist() == pytest.approx([0.0, -1.0, math.exp(25)])
 
 
 def test_arguments_are_not_written_to():
@@ -478,3 +480,9 @@ def test_arguments_are_not_written_to():
 def test_settings_without_meaning_are_refused(setting, message):
     with pytest.raises(ValueError, match=message):
         LossConfig(**setting)
+
+
+@pytest.mark.parametrize("setting", [dict(learning_rate=NAN), dict(warmup_steps=-1), dict(value_clip=NAN)])
+def test_a_critics_settings_without_meaning_are_refused(setting):
+    with pytest.raises(ValueError, match="--critic.learning-rate .* must be above 0, at least 0, above 0"):
+        CriticConfig(**setting)

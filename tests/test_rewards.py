@@ -1,7 +1,9 @@
 """Rewards: which answers are equal, how functions are called, what they may do to us, where a model's score is read."""
 
 import contextlib
+import gc
 import http.server
+import itertools
 import json
 import os
 import pathlib
@@ -73,10 +75,24 @@ EQUAL = [
     (r"\boxed{90^\circ}", "90"),
     (r"\boxed{90^{\circ}}", "90 degrees"),
     (r"\boxed{45^\circ + 30^\circ}", "75"),
-    ("5 inches", "5 in"),
+    (r"\boxed{\frac{180^\circ}{7}}", r"\frac{180}{7}"),
+    (r"\boxed{40^\circ}", "40 degrees Fahrenheit"),
+    ("45 degrees + 30 degrees", "75"),
     ("5 boxes", "5 box"),
+    ("5 classes", "5 class"),
     ("5 miles", "5 mile"),
-    ("6 feet", "6 ft"),
+    ("25 feet squared", "25 ft^2"),
+    ("8 meters cubed", "8"),
+    ("The answer is 3 times.", "3"),
+    ("4 quarters", "4"),
+    ("12 third graders", "12"),
+    ("9 half gallons", "9"),
+    (r"\boxed{\log_2 8}", "3"),
+    (r"\boxed{\int_0^1 x dx}", r"\frac12"),
+    (r"\boxed{204_5}", "204_{5}"),
+    ("#### x = **5**", "5"),
+    (r"\boxed{x \approx 3.14}", "3.14"),
+    (r"\boxed{N=5}", "n = 5"),
     (r"\boxed{25 \text{ centimeters}^2}", "25 cm^2"),
     ("\u00a55", "5"),
     ("\u200b5", "5"),
@@ -132,8 +148,16 @@ UNEQUAL = [
     ("5 s", "5 m"),
     (r"\boxed{5^\circ}", "5 m"),
     ("5 millions", "5"),
-    ("5 tenths", "5"),
     ("5 halves", "5"),
+    ("5 thirds", "5"),
+    ("5 sixths", "5"),
+    ("5 thousandths", "5"),
+    ("5 cubed", "5"),
+    ("5 factorial", "5"),
+    ("6 divided by two", "6"),
+    ("5 plus six", "5"),
+    (r"\boxed{42 \sim 43}", "42"),
+    (r"\boxed{5^\circ \text{C}}", "5 m"),
     ("5 squared", "5"),
     ("5 minus one", "5"),
     (r"\boxed{5x}", "5"),
@@ -188,6 +212,16 @@ def test_an_answer_in_another_spelling_earns_the_reward(response, answer):
 @pytest.mark.parametrize(("response", "answer"), UNEQUAL)
 def test_another_answer_or_one_in_passing_earns_nothing(response, answer):
     assert math_reward(response, answer) == 0.0
+
+
+def test_long_and_short_names_of_a_unit_are_the_same_and_those_of_different_units_are_not():
+    names = ("feet foot ft", "inches inch in", "meters meter m", "centimeters cm", "millimeters mm", "kilometers km")
+    names += ("grams g", "kilograms kg", "liters l", "seconds sec s", "minutes min", "hours hrs hr h", "pounds lb lbs")
+    names += ("ounces oz",)
+    for i, mine in enumerate(names):
+        for j, theirs in enumerate(names):
+            for a, b in itertools.product(mine.split(), theirs.split()):
+                assert math_reward(f"5 {a}", f"5 {b}") == (i == j), (a, b)
 
 
 def test_an_answer_ends_at_the_brace_that_closes_its_box():
@@ -345,12 +379,31 @@ def test_rewards_of_several_functions_are_a_weighted_sum(functions):
     assert stats["functions.py:length_mean"] == 4 / 3 and stats["exact_mean"] == 1 / 3
 
 
-def test_callables_are_functions_too_even_closures():
+def test_callables_are_functions_too_even_closures_and_what_they_print_goes_to_stderr(capfd):
     offset = 5
-    rewards, stats = score(
-        [lambda response: len(response) + offset, "exact"], samples_of("a", "bb"), time_limit_s=5, num_workers=2
-    )
+
+    def longer(response):
+        os.write(1, b"a print")    # pytest has its own sys.stdout
+        return len(response) + offset
+
+    rewards, stats = score([longer, "exact"], samples_of("a", "bb"), time_limit_s=5, num_workers=2)
     assert rewards == [7, 7] and stats["error_frac"] == 0
+    out, err = capfd.readouterr()
+    assert "a print" in err and out == ""
+
+
+def test_a_scorer_that_is_dropped_leaves_no_process(functions):
+    before = children()
+    for callables in ({}, {functions + "length": len}):
+        scorer = Scorer(RewardConfig((functions + "length",), num_workers=2), callables)
+        assert len(children() - before) == 2
+        del scorer
+        gc.collect()
+        deadline = time.monotonic() + 5
+        while any(map(is_running, children() - before)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(is_running, children() - before))
+        before = children()    # zombies that nobody asks about
 
 
 def test_rewards_come_in_the_order_of_the_indices_batch_after_batch(functions):
@@ -476,8 +529,8 @@ class RemoteScorer(http.server.BaseHTTPRequestHandler):
         sample = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.requests.append(sample)
         tries = sum(request["response"] == sample["response"] for request in self.requests)
-        self.send_response(503 if (tries < 3 and self.path != "/cut") or self.path == "/away" else 200)
-        if tries < 3 and self.path == "/cut":
+        self.send_response(503 if (tries < 3 and self.path != "/cut/") or self.path == "/away" else 200)
+        if tries < 3 and self.path == "/cut/":
             self.send_header("Content-Length", "1000")
         self.end_headers()
         reply = "no JSON" if self.path == "/text" else json.dumps({"reward": len(sample["response"]) + sample["bonus"]})
@@ -502,8 +555,8 @@ def remote(monkeypatch):
 
 @pytest.mark.parametrize("path", ["reward", "cut"])
 def test_a_remote_scorer_is_asked_again_when_it_fails(remote, path):
-    rewards, stats = score(f"{remote}/{path}", samples_of("a", "bb", bonus=10), time_limit_s=2, num_workers=2)
-    assert rewards == [11, 12] and stats["error_frac"] == 0
+    rewards, stats = score(f"{remote}/{path}/", samples_of("a", "bb", bonus=10), time_limit_s=2, num_workers=2)
+    assert rewards == [11, 12] and stats == {"error_frac": 0, "timeout_frac": 0, f"{path}_mean": 11.5}
     assert len(RemoteScorer.requests) == 6
     assert RemoteScorer.requests[0].keys() == {"prompt", "response", "answer", "truncated", "bonus"}
 
@@ -548,6 +601,15 @@ def test_a_batch_result_of_the_wrong_length_or_type_is_an_error_of_all_its_sampl
     for bad in ([1.0], "12", b"12", {0: 1.0, 1: 2.0}, {1.0, 2.0}, 1.0, None):
         outcomes = evaluate(lambda responses: bad, samples_of("y", "z"))
         assert [reward for reward, _ in outcomes] == [None, None]
+
+
+def test_a_value_with_a_float_that_fails_is_an_error_of_its_sample_alone():
+    class Broken:
+        def __float__(self):
+            raise AttributeError("nothing")
+
+    outcomes = evaluate(lambda responses: [1.0, Broken(), 2.0], samples_of("x", "y", "z"))
+    assert [reward for reward, _ in outcomes] == [1.0, None, 2.0]
 
 
 def test_a_value_that_cannot_even_be_shown_is_an_error():
