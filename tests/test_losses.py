@@ -445,10 +445,10 @@ def test_the_critics_loss_uses_its_clip_and_is_a_mean_over_tokens(clip, expected
 
 
 def test_a_ratio_beyond_fp32_has_a_loss():
-    """exp(100) is inf, and 0 x inf NaN: a group without spread has advantages of 0. A bad token is pushed back as far as
-    it went."""
+    """exp(100) is inf, and 0 x inf NaN: a group without spread has advantages of 0. What e^25 is worth stays so."""
     logprobs = tensor(0.0, 0.0, 0.0, grad=True)
-    loss, _ = policy_loss(logprobs, tensor(-100.0, 0.0, -25.0), tensor(0.0, 1.0, -1.0), mask(1, 1, 1), normalizer=1.0)
+    old, advantages = tensor(-100.0, 0.0, -25.0), tensor(0.0, 1.0, -1.0)
+    loss, _ = policy_loss(logprobs, old, advantages, mask(1, 1, 1), normalizer=1.0)
     loss.backward()
     assert loss.item() == pytest.approx(math.exp(25))
     assert logprobs.grad.tolist() == pytest.approx([0.0, -1.0, math.exp(25)])

@@ -93,6 +93,14 @@ def test_host_memory_is_what_a_rank_holds_at_most(tmp_path):
     assert found <= 1.1 * peak    # resident, not mapped
 
 
+def test_cached_memory_is_what_torch_holds_less_what_tensors_use(tmp_path, monkeypatch):
+    metrics = Metrics(tmp_path, QUIET, 1)
+    gpu = dict(is_available=True, synchronize=None, get_device_name="H200")
+    for name, value in (gpu | dict(memory_reserved=5 << 30, memory_allocated=2 << 30)).items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert metrics.log(0)["perf/cached_memory_gb"] == 3.0
+
+
 def busy(seconds):
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:

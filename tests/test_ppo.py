@@ -411,6 +411,19 @@ def test_a_reward_model_with_other_tokens_or_none_is_refused(tiny, files, tmp_pa
             train(job(tiny, files, tmp_path, reward_model_path=reward_model))
 
 
+def test_the_built_in_run_has_hard_prompts_unless_the_built_in_reward_model_scores(tmp_path, monkeypatch, tiny):
+    reward_model = random_reward_model(tmp_path / "reward")
+    monkeypatch.setattr(addition, "cached_model", lambda seed, reward_model=False: tiny)
+
+    def sources(**changes):
+        base = addition.PPO_SETTINGS | dict(run=dict(output_dir=str(tmp_path / str(len(changes))))) | changes
+        stream = ppo.prepare(from_json(ppo.Args(), base))[4]
+        return {prompt.source for dataset in stream.datasets for prompt in dataset}
+
+    found = run_ranks(1, lambda: [sources(), sources(reward_model_path=reward_model)])
+    assert found == [[{"addition", "hard_addition"}, {"addition"}]]
+
+
 @pytest.mark.parametrize("way", range(5))
 def test_the_built_in_reward_model_learns_from_answers_that_are_wrong(tiny, way):
     from transformers import AutoModelForCausalLM
