@@ -31,7 +31,7 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,6 +57,8 @@ class RunConfig:
     """Continue this name's run from its newest saved state."""
 
     def __post_init__(self):
+        if self.name in ("", ".", "..") or "/" in self.name:
+            raise ValueError(f"--name {self.name!r}: must be the name of a directory in --output-dir; try run")
         if self.save_every < 0 or self.keep < 1:
             raise ValueError(f"--save-every {self.save_every}: at least 0 (off); --keep {self.keep}: at least 1")
 
@@ -129,28 +131,48 @@ def command_line(default: Any, built_in: Mapping[str, Any], description: str) ->
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path, metavar="FILE")
     earlier, argv = parser.parse_known_args()
+    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    peek.add_argument("--model", nargs="?", default="built-in")
     is_first = os.environ.get("RANK", "0") == "0"
     try:
         if earlier.config is not None:
             if not earlier.config.is_file():
                 raise ValueError(f"--config {earlier.config}: no such file; give an earlier run's config.json")
-            default = from_json(default, json.loads(earlier.config.read_text()))
-        elif not any(flag.split("=")[0] == "--model" for flag in argv):
+            default = from_json(default, _read_settings(earlier.config))
+        elif peek.parse_known_args(argv)[0].model == "built-in":
             default = from_json(default, built_in)
         printed = io.StringIO()
         with contextlib.redirect_stderr(printed):
             options = dict(default=default, description=description, console_outputs=is_first)
-            return tyro.cli(type(default), args=argv, **options)
+            settings = tyro.cli(type(default), args=argv, **options)
+        if flags := list(_flags_without_number(asdict(settings))):
+            raise ValueError(f"{' '.join(flags)}: is not a number")
+        return settings
     except ValueError as error:
         message = str(error)
     except SystemExit as stop:
         if not stop.code:
             raise
         message = " ".join(re.sub(r"[^\x21-\x7e]+", " ", printed.getvalue()).split())  # without tyro's frame
-        message = message.removeprefix(f"Value error Error parsing {type(default).__name__}: ")
+        message = re.sub(r"^Value error Error parsing \S+: | For full helptext, see .*", "", message)
     if is_first:
         print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        if isinstance(settings := json.loads(file.read_text()), dict):
+            return settings
+    raise ValueError(f"--config {file}: is not a JSON object; give an earlier run's config.json")
+
+
+def _flags_without_number(settings: Mapping[str, Any], prefix: str = "--") -> Iterator[str]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flags_without_number(value, f"{prefix}{name}.")
+        elif any(x != x for x in (value if isinstance(value, tuple) else (value,))):  # NaN, which comparisons let pass
+            yield f"{prefix}{name} nan".replace("_", "-")
 
 
 class Stateful(Protocol):

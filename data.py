@@ -179,7 +179,9 @@ def _parse_row(row: dict, source: str) -> tuple[list[dict], str, dict]:
     else:
         name = next((name for name in ANSWER_COLUMNS if name in row), None)
         answer = columns.pop(name) if name else None
-    if not isinstance(question, (str, list)) or (answer is None and not columns):
+    messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    is_chat = isinstance(messages, list) and messages and all(isinstance(m, dict) and "content" in m for m in messages)
+    if not is_chat or (answer is None and not columns):
         raise ValueError(
             f"--data {source}: has columns {sorted(row)}; needs `prompt` or `question` (text or chat messages), and "
             f"{', '.join(ANSWER_COLUMNS)} or reward_model.ground_truth"
@@ -187,7 +189,7 @@ def _parse_row(row: dict, source: str) -> tuple[list[dict], str, dict]:
     answer = "" if answer is None else str(answer)
     if "####" in answer:
         answer = answer.split("####")[-1].strip()
-    return [{"role": "user", "content": question}] if isinstance(question, str) else question, answer, columns
+    return messages, answer, columns
 
 
 def _render(messages: list[dict], tokenizer, config: DataConfig, source: str) -> str:

@@ -97,9 +97,9 @@ class Args:
             ("--eval-every", self.eval_every, self.eval_every >= 0, "at least 0 (never)"),
             ("--eval-samples", self.eval_samples, 0 <= self.eval_samples, "at least 0 (none)"),
             ("--eval-data", eval_data, self.eval_every or not self.eval_paths, "with --eval-every 20"),
-            ("--data", data, own_model or not own_data, "with --model: the built-in one only adds"),
+            ("--data", data, own_model or not own_data, "with a --model of your own: the built-in one only adds"),
             ("--eval-data", eval_data, own_data or not self.eval_paths, "with --data of your own"),
-            ("--learning-rate", self.learning_rate, self.learning_rate > 0, "above 0; try 1e-6"),
+            ("--learning-rate", self.learning_rate, 0 < self.learning_rate < 1, "above 0 and below 1; try 1e-6"),
             ("--resample-tries", tries, tries >= 1, "at least 1"),
             ("--resample-tries", tries, tries == 1 or batch.group_size > 1, "1 with groups of 1, which have no spread"),
             ("--refresh-every", self.refresh_every, not self.refresh_every or how.kl_coef, "0 without --loss.kl-coef"),
@@ -209,6 +209,7 @@ def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer
 
     logging.disable_progress_bar()
     try:
+        scorer = Scorer(args.reward)  # before a model is made, which takes minutes
         longest = args.data.max_prompt_tokens + args.rollout.max_response_tokens
         path = find_model(args.model_path, longest, built_in=lambda: addition.cached_model(args.seed))
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -221,7 +222,6 @@ def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer
         if args.eval_every and not evals:
             raise ValueError(f"--eval-every {args.eval_every}: needs --eval-data FILE, or 0")
         stream = PromptStream(datasets, args.batch.prompts_per_step, weights=args.data.weights, seed=args.seed)
-        scorer = Scorer(args.reward)
         if dist.get_rank() == 0:
             args.run.open(args, path)
     except (ValueError, OSError) as error:

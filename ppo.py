@@ -95,7 +95,7 @@ class Args:
             ("--num-steps", steps, steps >= 1 and steps % every == 0, f"{multiple} {max(1, steps // every) * every}"),
             ("--eval-every", often[0], often[0] >= 0 == often[0] % every, f"{multiple} {often[0] // every * every}"),
             ("--save-every", often[1], often[1] % every == 0, f"{multiple} {often[1] // every * every}"),
-            ("--learning-rate", self.learning_rate, self.learning_rate > 0, "above 0; try 1e-6"),
+            ("--learning-rate", self.learning_rate, 0 < self.learning_rate < 1, "above 0 and below 1; try 1e-6"),
             ("--tokens-per-row", row, row >= longest, f"at least {longest}{why}"),
             ("--loss.importance", self.loss.importance, corrected, "token: an 8-bit sampler is another policy"),
         ):
@@ -214,6 +214,7 @@ def prepare(args: Args) -> tuple[str, str, str, object, PromptStream, list[Promp
 
     logging.disable_progress_bar()
     try:
+        scorer = Scorer(args.reward)  # before a model is made, which takes minutes
         longest = args.data.max_prompt_tokens + args.rollout.max_response_tokens
         path = find_model(args.model_path, longest, built_in=lambda: addition.cached_model(args.seed))
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -230,7 +231,6 @@ def prepare(args: Args) -> tuple[str, str, str, object, PromptStream, list[Promp
         if args.eval_every and not evals:
             raise ValueError(f"--eval-every {args.eval_every}: needs --eval-data FILE, or 0")
         stream = PromptStream(datasets, args.batch.prompts_per_step, weights=args.data.weights, seed=args.seed)
-        scorer = Scorer(args.reward)
         if dist.get_rank() == 0:
             args.run.open(args, path, critic_path or path, reward_path or path)
     except (ValueError, OSError) as error:

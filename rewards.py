@@ -270,7 +270,7 @@ def load_function(spec: str, time_limit_s: float) -> Callable:
         return lambda **sample: post(spec, sample, time_limit_s)
     path, _, name = spec.rpartition(":")
     if not os.path.isfile(path):
-        raise ValueError(f"no file {path or name!r}; give exact, math, reasoning_gym, file.py:function or a URL")
+        raise ValueError(f"no file and function by {spec!r}; give exact, math, reasoning_gym, file.py:function or a URL")
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # for this module and those beside it
     module = importlib.import_module(os.path.basename(path).removesuffix(".py"))
     if not os.path.samefile(module.__file__, path) or not callable(getattr(module, name, None)):

@@ -195,7 +195,8 @@ def make_reward_model(out_dir: str | Path, seed: int, policy_path: str) -> None:
         policy, able = (Qwen2ForCausalLM.from_pretrained(policy_path, dtype=torch.float32) for _ in range(2))
         warm_start(able, tokenizer, target=(0.9975, 1.0), decay_steps=1000)  # who cannot add cannot judge
         # Two layers more: there a token's state can be compared with what the layers below have predicted for it.
-        config = Qwen2Config(**able.config.to_dict() | dict(num_labels=1, num_hidden_layers=6, layer_types=None))
+        changed = dict(id2label={0: "right"}, label2id={"right": 0}, num_hidden_layers=6, layer_types=None)
+        config = Qwen2Config(**able.config.to_dict() | changed)
         model = Qwen2ForSequenceClassification(config)
         model.model.load_state_dict(able.model.state_dict(), strict=False)
         accuracy = learn_preferences(model, policy, tokenizer)

@@ -405,6 +405,7 @@ def test_the_command_line_goes_over_an_earlier_runs_settings(tmp_path, monkeypat
         return command_line(Settings(), {"num_steps": 3}, "what it does")
 
     assert parsed() == Settings(num_steps=3)  # the built-in job's
+    assert parsed("--model", "built-in") == parsed("--model=built-in") == Settings(num_steps=3)
     assert parsed("--model", "m") == parsed("--model=m") == Settings("m")
     expected = Settings("mine", 8, inner=Inner(names=("a",)))
     assert parsed("--config", str(file), "--num-steps", "8") == expected
@@ -418,6 +419,9 @@ def test_the_command_line_goes_over_an_earlier_runs_settings(tmp_path, monkeypat
         (["--num-steps", "0"], "error: .*--num-steps 0: at least 1"),
         (["--num-stepz", "1"], "error: .*--num-stepz"),
         (["--num-steps", "many"], "error: .*many"),
+        (["--config", __file__], "error: --config .*test_checkpoint.py: is not a JSON object; give an earlier run's"),
+        (["--limit", "nan"], "error: --limit nan: is not a number"),
+        (["--inner.betas", "1", "nan"], "error: --inner.betas nan: is not a number"),
     ],
 )
 def test_a_refused_command_line_is_one_line_from_the_first_rank_alone(argv, message, monkeypatch, capsys):
@@ -450,6 +454,9 @@ def test_settings_without_meaning_are_refused():
     for setting in (dict(save_every=-1), dict(keep=0)):
         with pytest.raises(ValueError, match="--save-every"):
             RunConfig(**setting)
+    for name in ("", ".", "..", "a/b", "../a"):    # "" would rename the directory of all runs
+        with pytest.raises(ValueError, match=f"--name '{name}': must be the name of a directory"):
+            RunConfig(name=name)
 
 
 def test_a_run_in_progress_its_own_model_and_a_resume_from_nothing_are_refused(tmp_path):

@@ -184,6 +184,9 @@ def test_an_empty_prompt_is_refused(make_tokenizer):
         ('{"text": "a"}', r"has columns \['text'\]; needs `prompt` or `question`"),
         ('{"prompt": "a"}', r"has columns \['prompt'\]; needs .* answer, ground_truth, solution"),
         ('{"prompt": {"content": "a"}, "answer": "b"}', "text or chat messages"),
+        ('{"prompt": ["a"], "answer": "b"}', "text or chat messages"),
+        ('{"prompt": [], "answer": "b"}', "text or chat messages"),
+        ('{"prompt": null, "answer": "b"}', "text or chat messages"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_with_the_reason(make_tokenizer, tmp_path, content, message):

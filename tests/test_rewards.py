@@ -450,7 +450,7 @@ def test_two_files_of_one_name_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "text", "message"),
     [
-        ("maths", None, "no file .*give exact, math"),
+        ("maths", None, "no file and function by .maths.; give exact, math"),
         ("{}/none.py:f", None, "no file"),
         ("{}/mine.py:g", "def f(response): return 1", "has no function 'g'"),
         ("{}/mine.py:f", "def f(response) return 1", "SyntaxError"),
