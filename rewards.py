@@ -79,7 +79,7 @@ class RewardConfig:
         names = {os.path.basename(name.rstrip("/")) for name in self.functions}
         if not 0 < len(names) == len(self.functions) or len(self.weights) not in (0, len(self.functions)):
             got = f"--reward.functions {' '.join(self.functions)} --reward.weights {' '.join(map(str, self.weights))}"
-            raise ValueError(f"{got}: must be at least one, of different names, and a weight for each or none")
+            raise ValueError(f"{got}: give at least one function, of different names, and one weight each or none")
         for name, low in (("num_workers", 1), ("time_limit_s", 0.01), ("memory_limit_mb", 0), ("max_error_frac", 0)):
             if not getattr(self, name) >= low:
                 raise ValueError(f"--reward.{name.replace('_', '-')} {getattr(self, name)}: must be at least {low}")
@@ -270,7 +270,7 @@ def load_function(spec: str, time_limit_s: float) -> Callable:
         return lambda **sample: post(spec, sample, time_limit_s)
     path, _, name = spec.rpartition(":")
     if not os.path.isfile(path):
-        raise ValueError(f"no file and function by {spec!r}; give exact, math, reasoning_gym, file.py:function or a URL")
+        raise ValueError(f"no file and function by {spec!r}: exact, math, reasoning_gym, file.py:function or a URL")
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # for this module and those beside it
     module = importlib.import_module(os.path.basename(path).removesuffix(".py"))
     if not os.path.samefile(module.__file__, path) or not callable(getattr(module, name, None)):

@@ -568,7 +568,7 @@ def parse(monkeypatch, *flags):
     ("--temperature 0.7", ["--temperature", "--rollout.temperature"]),
     ("--eval-data x.jsonl --eval-every 0", ["--eval-data x.jsonl", "with --eval-every 20"]),
     ("--eval-data x.jsonl", ["--eval-data x.jsonl", "with --data of your own"]),
-    ("--data x.jsonl", ["--data x.jsonl", "with --model"]),
+    ("--data x.jsonl", ["--data x.jsonl", "with a --model of your own"]),
     ("--eval-every -1", ["--eval-every -1", "at least 0"]),
     ("--eval-samples -1", ["--eval-samples -1", "at least 0"]),
     ("--group-size 1 --advantage.baseline batch --resample-tries 2", ["--resample-tries 2", "must be 1 with groups"]),
