@@ -84,23 +84,24 @@ class Args:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self):
-        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
-        why = ", --data.max-prompt-tokens + --rollout.max-response-tokens"
-        row, every = self.batch.tokens_per_row, max(1, self.rollout_every)
+        row, longest = self.batch.tokens_per_row, self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        own_data, own_model = self.data_paths != ("built-in",), self.model_path != "built-in"
         corrected = self.loss.importance != "off" or not self.rollout.eight_bit
-        steps, often = self.num_steps, (self.eval_every, self.run.save_every)
+        steps, often, every = self.num_steps, (self.eval_every, self.run.save_every), max(1, self.rollout_every)
         multiple = f"a multiple of --rollout-every {every}; try"
         for flag, value, holds, rule in (
             ("--rollout-every", self.rollout_every, self.rollout_every >= 1, "at least 1"),
             ("--num-steps", steps, steps >= 1 and steps % every == 0, f"{multiple} {max(1, steps // every) * every}"),
+            ("--data", self.data_paths, own_model or not own_data, "with a --model of your own: built-in only adds"),
+            ("--eval-data", self.eval_paths, own_data or not self.eval_paths, "with --data of your own"),
             ("--eval-every", often[0], often[0] >= 0 == often[0] % every, f"{multiple} {often[0] // every * every}"),
             ("--save-every", often[1], often[1] % every == 0, f"{multiple} {often[1] // every * every}"),
             ("--learning-rate", self.learning_rate, 0 < self.learning_rate < 1, "above 0 and below 1; try 1e-6"),
-            ("--tokens-per-row", row, row >= longest, f"at least {longest}{why}"),
+            ("--tokens-per-row", row, row >= longest, f"at least {longest}, a prompt and a response"),
             ("--loss.importance", self.loss.importance, corrected, "token: an 8-bit sampler is another policy"),
         ):
             if not holds:
-                raise ValueError(f"{flag} {value}: must be {rule}")
+                raise ValueError(f"{flag} {' '.join(value) if isinstance(value, tuple) else value}: must be {rule}")
 
 
 class Group(NamedTuple):
@@ -237,12 +238,11 @@ def prepare(args: Args) -> tuple[str, str, str, object, PromptStream, list[Promp
         error = " ".join(str(error).split())  # on one line
         sys.exit(f"error: {error}" if dist.get_node_local_rank() == 0 else 1)  # a file may be missing on one host
     if dist.get_rank() == 0:
-        num_prompts, num_ranks = sum(map(len, datasets)), dist.get_world_size()
-        has_reference = bool(args.loss.kl_coef or args.gae.kl_coef)
+        num_ranks, kl = dist.get_world_size(), args.loss.kl_coef or args.gae.kl_coef
         plan = {
-            "policy": f"{path}: {memory_plan(path, num_ranks, args.model, frozen_copies=has_reference)}",
+            "policy": f"{path}: {memory_plan(path, num_ranks, args.model, frozen_copies=bool(kl))}",
             "critic": memory_plan(critic_path or path, num_ranks, args.model, frozen_copies=bool(reward_path)),
-            "data": f"{num_prompts} prompts for {args.num_steps} steps, {sum(map(len, evals))} to evaluate",
+            "data": f"{sum(map(len, datasets))} prompts for {args.num_steps} steps, {sum(map(len, evals))} to evaluate",
             "ranks": f"{num_ranks}; {num_ranks // args.rollout.tensor_parallel_size} {args.rollout.engine} engines",
             "batch": args.batch.describe(args.data.max_prompt_tokens, args.rollout.max_response_tokens),
         }

@@ -389,6 +389,8 @@ def test_the_critic_learns_to_expect_the_return_of_a_fixed_policy(tiny, files, t
     ("--gae.kl-target 0.1", ["--gae.kl-target 0.1", "coefficient"]),
     ("--group-size 0", ["--group-size 0", "at least 1"]),
     ("--tokens-per-row 15", ["--tokens-per-row 15", "at least 16"]),
+    ("--data x.jsonl", ["--data x.jsonl", "with a --model of your own"]),
+    ("--eval-data x.jsonl", ["--eval-data x.jsonl", "with --data of your own"]),
 ])
 def test_a_bad_setting_is_refused_in_a_line(monkeypatch, capfd, flags, parts):
     monkeypatch.setattr(sys, "argv", ["ppo.py", *flags.split()])
