@@ -11,16 +11,16 @@ How it works.
        weight [10, D] on 4 ranks: ceil(10 / 4) = 3 rows each -> rows 0-2, 3-5, 6-8, 9
 4. Forward and backward gather one layer at a time in bf16 (on GPU); gradients are summed in fp32; the optimizer updates
    the fp32 shard. bf16 master weights lose small updates: 0.02 - 1e-6 rounds back to 0.02.
+5. The residual stream, to which every layer adds, stays in fp32. In bf16 each of its 2 L sums would round what all
+   layers before have found: 256 + 0.5 = 256. The sampler does the same (rollout.py), and they differ by a third less.
 
 FSDP averages gradients over ranks by default. Here every loss is already divided by a count over all ranks, so the
 division is switched off once, in `shard`, and gradients are plain sums.
 
 Dropout is set to 0: a ratio between two passes of one policy must be 1.
 
-What we give up: tensor, context and expert parallelism in the trainer; checkpoints whose tensor names differ from the
-model's.
-Sources: Zhao 2023 (FSDP, arXiv:2304.11277); torch.distributed.fsdp.fully_shard; Loshchilov 2019 (AdamW,
-arXiv:1711.05101).
+What we give up: tensor, context and expert parallelism in the trainer; checkpoints that name tensors differently.
+Sources: Zhao 2023 (FSDP, arXiv:2304.11277); Loshchilov 2019 (AdamW, arXiv:1711.05101).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -51,8 +51,8 @@ class ModelConfig:
     """Type of the weights the optimizer updates; bfloat16 halves memory and loses updates below 0.4 % of a weight."""
     activation_checkpointing: bool = False
     """Keep one activation per layer and compute the others again in the backward: less memory, about 25 % more time."""
-    compile: bool = False
-    """torch.compile each decoder layer (GPU): about 1.3 x faster after a minute of compilation."""
+    compile: bool = field(default_factory=torch.cuda.is_available)
+    """torch.compile each decoder layer (on by default on a GPU): faster, and closer to the sampler's rounding."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward (ZeRO-3); off: keep them until its backward (ZeRO-2)."""
     reduce_every_row: bool = False
@@ -85,20 +85,18 @@ class OptimConfig:
 def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
     """A 1-D mesh "shard" over all ranks that torchrun started (one rank without it); this rank's device is selected.
 
-    Collectives that wait longer than timeout_s fail: it must exceed the longest rollout or reward. Seeds torch alike on
-    all ranks.
+    Collectives fail after timeout_s: it must exceed the longest rollout or reward. Seeds torch alike on all ranks.
     """
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
         os.environ.setdefault(name, value)
-    store = None
+    alone = {}
     if "MASTER_PORT" not in os.environ:
-        store = dist.HashStore()  # a single process: no port to collide on
+        alone = dict(store=dist.HashStore(), rank=0, world_size=1)  # a single process: no port to collide on
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    ranks = dict(store=store, rank=0, world_size=1) if store is not None else {}
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **ranks)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
     sys.excepthook = _exit_now
     torch.manual_seed(seed)
     return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
@@ -201,8 +199,8 @@ def load_policy(path: str, mesh: DeviceMesh, config: ModelConfig | None = None, 
 def load_critic(path: str, mesh: DeviceMesh, config: ModelConfig | None = None, *, trainable: bool = True) -> nn.Module:
     """The decoder at `path` under a head `score` of one number per token (sequence classification with one label).
 
-    As load_policy, and raises as it does. A checkpoint without the head, such as the policy's, gets a head of zeros:
-    first values are 0. trainable False: a frozen reward model, which must bring its head.
+    As load_policy. A checkpoint without the head, such as the policy's, gets a head of zeros: first values are 0.
+    trainable False: a frozen reward model, which must bring its head.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -256,7 +254,10 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: ModelConfig, compute_dtype
     if config.compile:
         for layer in layers:
             layer.compile(dynamic=True)
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    if compute_dtype != torch.float32:
+        _keep_residual_in_fp32(model.get_decoder(), compute_dtype)
+    # Casting inputs would round the residual stream before each layer.
+    policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for part in [*layers, model]:
         # The root is gathered once per forward and needed again at once by the backward of the head.
         reshard = config.reshard_after_forward and part is not model
@@ -272,6 +273,20 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: ModelConfig, compute_dtype
     return model.train()
 
 
+def _keep_residual_in_fp32(decoder: nn.Module, dtype: torch.dtype) -> None:
+    """What the layers of `decoder` add to is fp32 from the embedding on; what enters a product is rounded to dtype."""
+    if any(isinstance(module, nn.LayerNorm) for module in decoder.modules()):
+        return  # takes no fp32 input beside bf16 weights; vLLM keeps the stream of such models in bf16 as well
+    decoder.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output.float())
+    for module in decoder.modules():
+        if type(module).__name__.endswith("Norm"):
+            module.register_forward_hook(lambda module, inputs, output: output.to(dtype))
+        elif type(module).__name__.endswith("RotaryEmbedding"):
+            module.register_forward_hook(lambda module, inputs, output: tuple(x.to(dtype) for x in output))
+        elif isinstance(module, nn.Linear):  # in some models attention reads the stream itself
+            module.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(dtype),))
+
+
 def load_shards(model: nn.Module, path: str, *, new: tuple[str, ...] = ()) -> None:
     """Fill this rank's shards from the safetensors files in `path`, reading only its rows.
 
@@ -283,10 +298,8 @@ def load_shards(model: nn.Module, path: str, *, new: tuple[str, ...] = ()) -> No
     if not files:
         raise ValueError(f"{path}: has no *.safetensors files; save it with model.save_pretrained(dir) first")
     with contextlib.ExitStack() as stack:
-        where = {}
-        for file in files:
-            handle = stack.enter_context(safe_open(file, framework="pt"))
-            where.update(dict.fromkeys(handle.keys(), handle))
+        handles = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
+        where = {name: handle for handle in handles for name in handle.keys()}
         parameters = {clean_name(name): p for name, p in model.named_parameters()}  # a tied head is listed once
         missing = [name for name in parameters if name not in where and name not in new]
         if missing:

@@ -11,9 +11,9 @@ ranks and size 2, ranks 0, 1 are engine 0 and ranks 2, 3 engine 1. An engine's s
   belong to the old policy and would be reused without a word.
 Where sleep is off (CPU, sleep_level 0) the states are the same and no memory moves. What comes back is token ids, each
 with its log-probability under the tempered distribution that it was drawn from; never text. Whether a response was cut
-is the engine's finish reason, never a guess from its length or its last token. On GPU and with tensor parallelism each
-request has its own seed, so a sample depends on (seed, prompt, sample) and not on its neighbours. On CPU vLLM walks
-over seeded requests one by one, so one seed is set per call.
+is the engine's finish reason, never a guess. On GPU and with tensor parallelism each request has its own seed, so a
+sample depends on (seed, prompt, sample) and not on its neighbours. On CPU vLLM walks over seeded requests one by one,
+so one seed is set per call. In bf16 logits and residual stream are fp32, so that sampler and trainer differ less.
 
 `HfEngine` has the same methods on top of Transformers' `generate`, with its own unsharded copy of the model (`generate`
 through a sharded model hangs when ranks stop at different lengths). Slower, with fewer parts: a reference.
@@ -116,6 +116,7 @@ class _Engine:
         self.config, self.stop_ids = config, stop_ids
         self.dtype = torch.bfloat16 if torch.cuda.is_available() or config.quantization != "none" else torch.float32
         self.state: Literal["asleep", "weights", "ready"] = "asleep"
+        self.fp32_residual = self.dtype == torch.bfloat16 and config.quantization == "none"
         self.llm, self.sleeps = None, False  # vLLM's object, where that is the engine; whether memory moves
         self.expected_lengths: dict[int, int] = {}  # by hash of the prompt: length of its response that ended last
         self._build(path, seed)
@@ -155,12 +156,7 @@ class _Engine:
         return sum(sizes)
 
     def generate(
-        self,
-        prompts: list[list[int]],
-        num_samples: int,
-        *,
-        temperature: float | None = None,
-        seed: int | None = None,
+        self, prompts: list[list[int]], num_samples: int, *, temperature: float | None = None, seed: int | None = None,
         on_finished: Callable[[int, Rollout], None] | None = None,
     ) -> list[Rollout]:
         """num_samples responses per prompt of token ids, sample g of prompt p at p * num_samples + g.
@@ -185,12 +181,7 @@ class _Engine:
         return rollouts
 
     def generate_share(
-        self,
-        prompts: list[list[int]],
-        num_samples: int,
-        *,
-        temperature: float | None = None,
-        seed: int,
+        self, prompts: list[list[int]], num_samples: int, *, temperature: float | None = None, seed: int,
         on_finished: Callable[[int, int, Rollout], None],
     ) -> dict[int, list[Rollout]]:
         """{position in `prompts`: its num_samples rollouts} for the prompts that this rank owns.
@@ -240,6 +231,8 @@ class VllmEngine(_Engine):
             import vllm._custom_ops
             if not self.on_gpu:
                 vllm._custom_ops._supports_onednn = False  # packed linears refuse new weights, and round more
+            if self.fp32_residual:
+                _keep_residual_in_fp32()
             self.llm = vllm.LLM(path, seed=seed, **self._arguments())
             warm_up = self._sampling_params(1.0, 0)
             warm_up.max_tokens = 2  # kernels are compiled at their first use: before step 0, not in it
@@ -269,6 +262,7 @@ class VllmEngine(_Engine):
             logprobs_mode="processed_logprobs",  # of the tempered distribution, the one the trainer computes
             hf_overrides={"head_dtype": "float32"},  # logits rounded to bf16 would be off by up to 0.06
             generation_config="vllm",  # none of the model's own top-p or penalties
+            additional_config={"fp32_residual": self.fp32_residual},  # vLLM keeps compiled models by configuration
             **dict(skip_tokenizer_init=True, disable_log_stats=True, use_tqdm_on_load=False),
         )
         if config.kv_cache_gb or not self.on_gpu:
@@ -320,20 +314,32 @@ class VllmEngine(_Engine):
         return [p for i in range(0, len(prompts), size) for p in sorted(by_length[i : i + size])]
 
     def _sampling_params(self, temperature: float, seed: int | None):
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        return SamplingParams(
-            temperature=temperature,
-            max_tokens=self.config.max_response_tokens,
-            seed=seed,
-            stop_token_ids=[] if self.config.ignore_eos else self.stop_ids,
-            ignore_eos=self.config.ignore_eos,
-            logprobs=0,  # the sampled token's alone
-            flat_logprobs=True,  # one list of floats instead of a dictionary per token
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        stop_ids = [] if self.config.ignore_eos else self.stop_ids
+        stop = dict(max_tokens=self.config.max_response_tokens, stop_token_ids=stop_ids)
+        # Of the sampled token alone, in one list of floats instead of a dictionary per token.
+        output = dict(logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        return SamplingParams(temperature=temperature, seed=seed, ignore_eos=self.config.ignore_eos, **stop, **output)
+
+
+def _keep_residual_in_fp32() -> None:
+    """vLLM's RMSNorm, which adds to the residual stream too, keeps it in fp32 from now on, as model.py does."""
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    class Fp32Residual(RMSNorm):
+        def forward_native(self, x, residual=None):
+            if residual is None:
+                return super().forward_native(x)
+            stream = x.float() + residual
+            square = stream[..., : self.variance_size_override].square().mean(-1, keepdim=True)
+            return (stream * torch.rsqrt(square + self.variance_epsilon) * self.weight).to(x.dtype), stream
+
+        forward_cuda = forward_native
+
+    if "RMSNorm" not in op_registry_oot:
+        RMSNorm.register_oot(Fp32Residual)
 
 
 @contextlib.contextmanager
@@ -381,16 +387,10 @@ class HfEngine(_Engine):
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.model.device)  # pads on the left
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.model.device)
         sampling = dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.0) if temperature else {}
-        output = self.model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=self.config.max_response_tokens,
-            eos_token_id=None if self.config.ignore_eos else self.stop_ids,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_scores=True,
-            **sampling,
-        )
+        stop_ids = None if self.config.ignore_eos else self.stop_ids
+        stop = dict(max_new_tokens=self.config.max_response_tokens, eos_token_id=stop_ids, pad_token_id=0)
+        result = dict(return_dict_in_generate=True, output_scores=True)
+        output = self.model.generate(ids, attention_mask=mask, **sampling, **stop, **result)
         logprobs = self.model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True).cpu()
         responses = output.sequences[:, width:].cpu()
         stops = torch.isin(responses, torch.tensor(self.stop_ids)) & (not self.config.ignore_eos)

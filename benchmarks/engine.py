@@ -1,6 +1,6 @@
 """The colocated engine under test: is it the trainer's policy, does it give its memory back, what do 8 bits cost?
 
-    python benchmarks/engine.py MODEL_DIR PROMPTS.jsonl mismatch [--kv-cache-dtype fp8] [--quantization fp8]
+    python benchmarks/engine.py MODEL_DIR PROMPTS.jsonl mismatch [--eager] [--kv-cache-dtype fp8] [--quantization fp8]
     python benchmarks/engine.py MODEL_DIR PROMPTS.jsonl sleep --cycles 50 --level 2
 
 mismatch  mean |log p_trainer - log p_sampler| over the sampled tokens, after a sync, and after moving the trainer's
@@ -121,13 +121,16 @@ def main() -> None:
     parser.add_argument("--level", type=int, default=2)
     parser.add_argument("--cycles", type=int, default=50)
     parser.add_argument("--bfloat16-master", action="store_true")
+    parser.add_argument("--eager", action="store_true", help="the trainer's layers are not compiled")
     args = parser.parse_args()
     from transformers import AutoTokenizer
 
     mesh = init_distributed(0, 600)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     data = load_prompts([args.data], tokenizer, DataConfig(max_prompt_tokens=256))[0]
-    policy = load_policy(args.model, mesh, ModelConfig(master_dtype="bfloat16" if args.bfloat16_master else "float32"))
+    dtype = "bfloat16" if args.bfloat16_master else "float32"
+    compiled = torch.cuda.is_available() and not args.eager
+    policy = load_policy(args.model, mesh, ModelConfig(master_dtype=dtype, compile=compiled))
     use_packed_attention(policy)
     config = RolloutConfig(
         max_response_tokens=args.max_new, kv_cache_dtype=args.kv_cache_dtype, quantization=args.quantization,
@@ -141,6 +144,7 @@ def main() -> None:
     import vllm
 
     about = dict(model=Path(args.model).name, kv_cache=args.kv_cache_dtype, quantization=args.quantization)
+    about |= dict(compiled=compiled)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     about |= dict(device=where, torch=torch.__version__, vllm=vllm.__version__)
     print(json.dumps(about | run(args, policy, engine, prompts, mesh.device_type)), flush=True)

@@ -22,7 +22,7 @@ import model as model_file
 from attention import use_packed_attention
 from logprobs import token_logprobs
 from model import ModelConfig, OptimConfig, copy_weights, find_model, learning_rate_at, load_policy, make_optimizer
-from model import memory_plan, optimizer_step
+from model import load_shards, memory_plan, optimizer_step, parameters_on_meta, shard
 from packing import pack, sequence
 
 
@@ -148,6 +148,64 @@ def test_the_sharded_model_gives_the_log_probabilities_of_the_plain_one(paths, k
             assert logprobs[row.fields["response_mask"]].tolist() == pytest.approx(expected, abs=1e-5)
 
     run_ranks(2, job)
+
+
+def bf16_policy(path):
+    """The model with fp32 master weights and bf16 compute, as on a GPU."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with parameters_on_meta():
+        plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    policy = shard(plain, mesh, ModelConfig(), torch.bfloat16)
+    load_shards(policy, path)
+    use_packed_attention(policy)
+    return policy
+
+
+def deep_model(path, kind):
+    """A directory with 8 random layers: of the tiny kinds, or post-norm (olmo2), or with a LayerNorm (phi)."""
+    from transformers import AutoModelForCausalLM, Olmo2Config, PhiConfig
+
+    if kind in KINDS:
+        extra = dict(layer_types=["sliding_attention", "full_attention"] * 4) if kind == "gemma3" else {}
+        return save_tiny(path, kind, num_hidden_layers=8, **extra)
+    config = {"olmo2": Olmo2Config, "phi": PhiConfig}[kind]
+    sizes = dict(vocab_size=14, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(**sizes, pad_token_id=0, initializer_range=0.1))
+    model.save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind, share", [("qwen2", 0.9), ("llama", 0.9), ("gemma3", 0.95), ("olmo2", 0.95), ("phi", 1)])
+def test_in_bf16_the_residual_stream_stays_in_fp32(tmp_path, monkeypatch, kind, share):
+    """Mean distance of the log-probabilities to those in fp32, as a share of what it is with a stream in bf16.
+    phi's LayerNorm takes no fp32 stream beside bf16 weights: there nothing changes."""
+    path = deep_model(tmp_path, kind)
+
+    def outcome(policy):
+        streams = []
+        for layer in policy.model.layers:
+            layer.register_forward_pre_hook(lambda module, inputs: streams.append(inputs[0].dtype))
+        responses = torch.randint(3, 14, (64, 32), generator=torch.Generator().manual_seed(0))
+        [row] = rows(*responses.tolist(), capacity=1 << 20)
+        logprobs, _ = token_logprobs(policy, row)
+        logprobs.sum().backward()
+        assert all(full(p.grad).isfinite().all() for p in policy.parameters())
+        return streams, logprobs.detach()
+
+    def job():
+        _, exact = outcome(load(path))
+        streams, kept = outcome(bf16_policy(path))
+        assert streams == [torch.bfloat16 if kind == "phi" else torch.float32] * 8
+        monkeypatch.setattr(model_file, "_keep_residual_in_fp32", lambda decoder, dtype: None)
+        streams, rounded = outcome(bf16_policy(path))
+        assert streams == [torch.bfloat16] * 8
+        return [(x - exact).abs().mean().item() for x in (kept, rounded)]
+
+    [(kept, rounded)] = run_ranks(1, job)
+    assert 0 < kept <= share * rounded
 
 
 def dropping_configs():
