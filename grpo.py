@@ -138,8 +138,9 @@ def main(args: Args) -> None:
     first_step = load(args.run.directory / "checkpoints", state) if args.run.resume else 0
     offload = Offload(args.offload, reference, optimizer)
     engine = kind(path, args.rollout, **sizes, stop_ids=stop_token_ids(path, tokenizer.eos_token_id), seed=args.seed)
-    if mesh.device_type == "cuda":  # kernels are compiled at their first use: before step 0, not in it
-        warm_up(policy, args.batch.full_row(engine.max_model_len).to("cuda"))
+    for model in filter(None, (policy, reference)) if mesh.device_type == "cuda" else ():
+        with offload.present(model):  # kernels are compiled at their first use: before step 0, not in it
+            warm_up(model, args.batch.extreme_rows(engine.max_model_len))
     metrics = Metrics(args.run.directory, args.log, args.num_steps, first_step=first_step, settings=asdict(args))
 
     for step in range(first_step, args.num_steps):

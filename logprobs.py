@@ -120,9 +120,15 @@ def with_values(critic: nn.Module, rows: list[list]) -> list[list]:
     return _with_field(rows, "values", lambda row: token_values(critic, row))
 
 
-def warm_up(model: nn.Module, row) -> None:
-    """A forward and backward of `row`, gradients dropped: kernels are compiled, the allocator has its blocks."""
-    token_logprobs(model, row)[0].sum().backward()
+def warm_up(model: nn.Module, rows: Sequence) -> None:
+    """Forward of each row without gradients, and with backward if model learns: all kernels are compiled, and the
+    allocator has its blocks. Compiled code may be chosen by a row's length, so rows should be of extreme lengths."""
+    compute = token_values if hasattr(model, "score") else lambda *inputs: token_logprobs(*inputs)[0]
+    for row in (row.to(model.device) for row in rows):
+        with torch.no_grad():
+            compute(model, row)
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            compute(model, row).sum().backward()
     model.zero_grad(set_to_none=True)
 
 

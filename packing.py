@@ -98,10 +98,13 @@ class BatchConfig:
             f"minibatches of {self.num_samples // self.num_minibatches}, in rows of {self.tokens_per_row} tokens"
         )
 
-    def full_row(self, num_tokens: int) -> PackedRow:
-        """A row full of sequences of num_tokens tokens, the largest that an update may meet."""
-        ids = torch.zeros(num_tokens, dtype=torch.int64)
-        return pack([sequence(ids[:1], ids[1:])] * max(1, self.tokens_per_row // num_tokens), self.tokens_per_row)[0]
+    def extreme_rows(self, num_tokens: int) -> list[PackedRow]:
+        """The largest row that an update may meet, full of sequences of num_tokens tokens, and nearly the smallest."""
+        ids = torch.zeros(max(num_tokens, 3), dtype=torch.int64)
+        full = [sequence(ids[:1], ids[1:num_tokens])] * max(1, self.tokens_per_row // num_tokens)
+        # Two lengths: numbers that are equal in a row are taken for one and the same number when it is compiled.
+        few = [sequence(ids[:1], ids[1:length]) for length in (2, 3)]
+        return [pack(sequences, self.tokens_per_row)[0] for sequences in (full, few)]
 
     @property
     def num_samples(self) -> int:

@@ -132,8 +132,9 @@ def main(args: Args) -> None:
     first_step = load(args.run.directory / "checkpoints", state) if args.run.resume else 0
     offload = Offload(args.offload, critic, reference, reward_model, optimizer, critic_optimizer)
     engine = kind(path, args.rollout, **sizes, stop_ids=stop_token_ids(path, tokenizer.eos_token_id), seed=args.seed)
-    if mesh.device_type == "cuda":  # kernels are compiled at their first use, most of them here
-        warm_up(policy, args.batch.full_row(engine.max_model_len).to("cuda"))
+    for model in filter(None, (policy, critic, reference, reward_model)) if mesh.device_type == "cuda" else ():
+        with offload.present(model):  # kernels are compiled at their first use: before step 0, not in it
+            warm_up(model, args.batch.extreme_rows(engine.max_model_len))
     metrics = Metrics(args.run.directory, args.log, args.num_steps, first_step=first_step, settings=asdict(args))
 
     for step in range(first_step, args.num_steps):
@@ -307,10 +308,8 @@ def accumulate(args: Args, model, rows: list[PackedRow], totals: dict[str, int],
 
 def to_sequences(args: Args, groups: list[Group]) -> tuple[list[dict], list[int]]:
     """This rank's samples, each with its score on all response tokens, and the minibatch of each. Collective."""
-    sequences = []
-    for rollout, reward in ((r, x) for g in groups for r, x in zip(g.rollouts, g.rewards, strict=True)):
-        fields = dict(scores=reward, rollout_logprobs=rollout.logprobs)
-        sequences.append(sequence(rollout.prompt_ids, rollout.response_ids, **fields))
+    scored = [pair for g in groups for pair in zip(g.rollouts, g.rewards, strict=True)]
+    sequences = [sequence(r.prompt_ids, r.response_ids, scores=x, rollout_logprobs=r.logprobs) for r, x in scored]
     places = args.batch.minibatches([g.position for g in groups])
     return sequences, [m for m, g in zip(places, groups, strict=True) for _ in g.rollouts]
 

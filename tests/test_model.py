@@ -14,16 +14,17 @@ import torch.distributed as dist
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny import KINDS, save_tiny
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import attention as attention_file
 import model as model_file
 from attention import use_packed_attention
-from logprobs import token_logprobs
-from model import ModelConfig, OptimConfig, copy_weights, find_model, learning_rate_at, load_policy, make_optimizer
-from model import load_shards, memory_plan, optimizer_step, parameters_on_meta, shard
-from packing import pack, sequence
+from logprobs import token_logprobs, token_values, warm_up
+from model import ModelConfig, OptimConfig, copy_weights, find_model, learning_rate_at, load_critic, load_policy
+from model import load_shards, make_optimizer, memory_plan, optimizer_step, parameters_on_meta, shard
+from packing import BatchConfig, pack, sequence
 
 
 @pytest.fixture(scope="module")
@@ -557,3 +558,55 @@ def test_an_error_on_one_rank_ends_the_job_soon_with_its_traceback(tmp_path):
     seconds, job = start(tmp_path, "if dist.get_rank() == 1:\n    nonsense\ndist.barrier()\n", num_ranks=2)
     assert job.returncode != 0 and seconds < 100, seconds    # the barrier's own limit is 300 s
     assert "[rank 1] Traceback" in job.stderr and "NameError: name 'nonsense' is not defined" in job.stderr
+
+
+# Compilation
+
+
+def kernel_attention(name):
+    """Attention that a compiler sees as one operation, as the kernel on a GPU is; it returns the queries."""
+    @torch.library.custom_op(f"handful_test::{name}", mutates_args=())
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+        return q.transpose(1, 2).contiguous().clone()
+
+    attend.register_fake(lambda q, k, v, cu_seqlens, longest: q.transpose(1, 2).contiguous().clone())
+    attend.register_autograd(lambda context, grad: (grad.transpose(1, 2).clone(), None, None, None, None))
+
+    def backend(query, key, value, scaling, window, cu_seqlens, longest):
+        return attend(query, key, value, cu_seqlens, longest)
+
+    return backend
+
+
+@pytest.mark.slow
+def test_after_a_warm_up_with_extreme_rows_no_other_row_compiles_anything(paths, monkeypatch):
+    """Models of one shape share their layers' code: policy, critic and reference make 3 graphs, with gradients,
+    without, and frozen."""
+    monkeypatch.setattr(attention_file, "_segment_attention", kernel_attention("warm_up"))
+
+    def job():
+        from torch._dynamo.utils import counters
+
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+        config = ModelConfig(compile=True)
+        policy = load_policy(paths["llama"], mesh, config)
+        critic = load_critic(paths["llama"], mesh, config)
+        reference = load_policy(paths["llama"], mesh, config, trainable=False)
+        before = {name: p.full_tensor() for name, p in policy.named_parameters()}
+        for model in (policy, critic, reference):
+            use_packed_attention(model)
+            warm_up(model, BatchConfig(tokens_per_row=1024).extreme_rows(60))
+            assert all(p.grad is None for p in model.parameters())
+        assert all(torch.equal(before[name], p.full_tensor()) for name, p in policy.named_parameters())
+        compiled = counters["stats"]["unique_graphs"]
+        for lengths in ([1], [7] * 90, list(range(1, 40)), [300], [3, 4], [59] * 16, [8] * 7):
+            [row] = rows(*([3] * n for n in lengths), capacity=1024)
+            token_logprobs(policy, row)[0].sum().backward()
+            token_values(critic, row).sum().backward()
+            with torch.no_grad():
+                for model in (policy, reference):
+                    token_logprobs(model, row)
+                token_values(critic, row)
+        return compiled, counters["stats"]["unique_graphs"]
+
+    assert run_ranks(1, job, timeout_s=280) == [(3, 3)]

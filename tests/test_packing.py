@@ -506,7 +506,8 @@ def test_a_row_moves_to_a_device_as_a_whole():
     assert VOCAB_SIZE > row.tokens.max()
 
 
-def test_a_full_row_is_as_long_as_the_budget_allows():
-    row = BatchConfig(tokens_per_row=30).full_row(8)
-    assert len(row.tokens) == 24 and row.cu_seqlens.tolist() == [0, 8, 16, 24] and row.num_response_tokens == 21
-    assert len(BatchConfig(tokens_per_row=30).full_row(31).tokens) == 31
+def test_extreme_rows_are_as_long_as_the_budget_allows_and_a_short_one():
+    full, short = BatchConfig(tokens_per_row=30).extreme_rows(8)
+    assert len(full.tokens) == 24 and full.cu_seqlens.tolist() == [0, 8, 16, 24] and full.num_response_tokens == 21
+    assert sorted(short.cu_seqlens.diff().tolist()) == [2, 3] and short.num_response_tokens == 3
+    assert len(BatchConfig(tokens_per_row=30).extreme_rows(31)[0].tokens) == 31
