@@ -26,7 +26,7 @@ import json
 import os
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -73,15 +73,25 @@ class Prompt:
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "target", "label")
 
 
-def load_prompts(sources: Sequence[str], tokenizer, config: DataConfig) -> list[list[Prompt]]:
+def load_prompts(sources: Sequence[str], tokenizer, config: DataConfig, flag: str = "--data") -> list[list[Prompt]]:
     """One list of prompts per source: a .jsonl or .parquet file, reasoning_gym:NAME:SIZE:SEED, or a Hub name.
 
-    Raises ValueError for a missing, broken or empty data set, unknown columns, prompts that the chat template refuses,
-    and prompts over the limit where those are refused.
+    Raises ValueError, which begins with `flag`, for a missing, broken or empty data set, unknown columns, prompts that
+    the chat template refuses, and prompts over the limit where those are refused.
     """
     if config.weights and len(config.weights) != len(sources):
         raise ValueError(f"--data.weights {config.weights}: {len(sources)} data sets need {len(sources)} weights")
-    return [to_prompts(read_rows(source, config.split), tokenizer, config, source) for source in sources]
+    names = [Path(source).name for source in sources]  # in metrics and samples
+    if len(set(names)) < len(names):
+        names = list(sources)
+    datasets = []
+    for source, name in zip(sources, names, strict=True):
+        try:
+            prompts = to_prompts(read_rows(source, config.split), tokenizer, config, source)
+        except ValueError as error:
+            raise ValueError(f"{flag} {error}") from error
+        datasets.append([replace(prompt, source=name) for prompt in prompts])
+    return datasets
 
 
 def read_rows(source: str, split: str) -> list[dict]:
@@ -90,7 +100,7 @@ def read_rows(source: str, split: str) -> list[dict]:
     if source.startswith("reasoning_gym:"):
         return _reasoning_gym_rows(*source.split(":")[1:4])
     if kind in (".jsonl", ".json", ".parquet") and not Path(source).is_file():
-        raise ValueError(f"--data {source}: no such file")
+        raise ValueError(f"{source}: no such file")
     if kind in (".jsonl", ".json"):
         with open(source, encoding="utf-8") as lines:
             rows = [_parse_line(line, f"{source}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
@@ -103,9 +113,9 @@ def read_rows(source: str, split: str) -> list[dict]:
         try:
             rows = list(datasets.load_dataset(name, subset or None, split=split))
         except (OSError, ValueError) as error:
-            raise ValueError(f"--data {source}: not a .jsonl or .parquet file, and not on the Hub ({error})") from error
+            raise ValueError(f"{source}: not a .jsonl or .parquet file, and not on the Hub ({error})") from error
     if not rows:
-        raise ValueError(f"--data {source}: is empty; it needs at least one row")
+        raise ValueError(f"{source}: is empty; it needs at least one row")
     return rows
 
 
@@ -113,9 +123,9 @@ def _parse_line(line: str, where: str) -> dict:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"--data {where}: is not JSON ({error}); each line must be one object") from error
+        raise ValueError(f"{where}: is not JSON ({error}); each line must be one object") from error
     if not isinstance(row, dict):
-        raise ValueError(f"--data {where}: is not a JSON object; each line must be one, such as {{'prompt': ...}}")
+        raise ValueError(f"{where}: is not a JSON object; each line must be one, such as {{'prompt': ...}}")
     return row
 
 
@@ -125,7 +135,7 @@ def _import(module: str, package: str, source: str):
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f"--data {source}: needs {package}; install it with: pip install {package}") from error
+        raise ValueError(f"{source}: needs {package}; install it with: pip install {package}") from error
 
 
 def _reasoning_gym_rows(name: str, size: str = "2000", seed: str = "0") -> list[dict]:
@@ -136,7 +146,7 @@ def _reasoning_gym_rows(name: str, size: str = "2000", seed: str = "0") -> list[
         # Entry i is made from seed + i: seeds closer than the sizes would give the same problems twice.
         entries = list(gym.create_dataset(name, size=int(size), seed=int(seed) * 1_000_000))
     except ValueError as error:
-        raise ValueError(f"--data {source}: {error}") from error
+        raise ValueError(f"{source}: {error}") from error
     return [{"question": e["question"], "answer": e["answer"], "reasoning_gym": name, "entry": e} for e in entries]
 
 
@@ -155,7 +165,7 @@ def to_prompts(rows: Sequence[dict], tokenizer, config: DataConfig, source: str)
     ]
     if not all(p.prompt_ids for p in prompts):
         raise ValueError(
-            f"--data {source}: has an empty prompt, and nothing can be sampled after nothing; remove the row"
+            f"{source}: has an empty prompt, and nothing can be sampled after nothing; remove the row"
         )
     kept = [p for p in prompts if len(p.prompt_ids) <= config.max_prompt_tokens]
     num_long = len(prompts) - len(kept)
@@ -163,7 +173,7 @@ def to_prompts(rows: Sequence[dict], tokenizer, config: DataConfig, source: str)
     if num_long and (config.long_prompts == "refuse" or not kept):
         longest = max(len(p.prompt_ids) for p in prompts)
         instead = " or use --data.long-prompts drop" if kept else ""
-        raise ValueError(f"--data {source}: {rule}; the longest has {longest} tokens: raise the limit{instead}")
+        raise ValueError(f"{source}: {rule}; the longest has {longest} tokens: raise the limit{instead}")
     if num_long and os.environ.get("RANK", "0") == "0":
         print(f"data: {source}: {rule} and are dropped", flush=True)
     return kept
@@ -183,7 +193,7 @@ def _parse_row(row: dict, source: str) -> tuple[list[dict], str, dict]:
     is_chat = isinstance(messages, list) and messages and all(isinstance(m, dict) and "content" in m for m in messages)
     if not is_chat or (answer is None and not columns):
         raise ValueError(
-            f"--data {source}: has columns {sorted(row)}; needs `prompt` or `question` (text or chat messages), and "
+            f"{source}: has columns {sorted(row)}; needs `prompt` or `question` (text or chat messages), and "
             f"{', '.join(ANSWER_COLUMNS)} or reward_model.ground_truth"
         )
     answer = "" if answer is None else str(answer)
@@ -202,7 +212,7 @@ def _render(messages: list[dict], tokenizer, config: DataConfig, source: str) ->
     if tokenizer.chat_template is None:
         if len(messages) > 1:
             raise ValueError(
-                f"--data {source}: chat messages or a --data.system-prompt need a chat template, and the model's "
+                f"{source}: chat messages or a --data.system-prompt need a chat template, and the model's "
                 "tokenizer has none; give prompts as text"
             )
         return messages[0]["content"]
@@ -212,7 +222,7 @@ def _render(messages: list[dict], tokenizer, config: DataConfig, source: str) ->
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except TemplateError as error:
-        raise ValueError(f"--data {source}: the model's chat template refuses a prompt ({error})") from error
+        raise ValueError(f"{source}: the model's chat template refuses a prompt ({error})") from error
 
 
 def stop_token_ids(path: str, *more: int | None) -> list[int]:

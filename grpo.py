@@ -219,7 +219,7 @@ def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer
             datasets, evals = ([to_prompts(r, tokenizer, args.data, "addition")] for r in rows)
         else:
             datasets = load_prompts(args.data_paths, tokenizer, args.data)
-            evals = load_prompts(args.eval_paths, tokenizer, replace(args.data, weights=()))
+            evals = load_prompts(args.eval_paths, tokenizer, replace(args.data, weights=()), "--eval-data")
         if args.eval_every and not evals:
             raise ValueError(f"--eval-every {args.eval_every}: needs --eval-data FILE, or 0")
         stream = PromptStream(datasets, args.batch.prompts_per_step, weights=args.data.weights, seed=args.seed)

@@ -83,7 +83,7 @@ class RolloutConfig:
             ("max_response_tokens", self.max_response_tokens >= 1, "at least 1; try 1024"),
             ("tensor_parallel_size", self.tensor_parallel_size in divisors, f"a divisor of the {world} ranks; try 1"),
             ("memory_fraction", 0 < self.memory_fraction < 1, "between 0 and 1; try 0.45"),
-            ("length_bins", self.length_bins >= 0, "at least 0 (off)"),
+            *((n, getattr(self, n) >= 0, "at least 0") for n in ("length_bins", "kv_cache_gb", "max_num_seqs")),
             ("engine", self.engine == "vllm" or (self.tensor_parallel_size, self.eight_bit) == (1, False), only_vllm),
         ]
         for name, holds, rule in rules:

@@ -138,10 +138,10 @@ def test_template_options_reach_the_template(make_tokenizer):
 def test_what_a_chat_template_cannot_do_is_said_in_one_line(make_tokenizer):
     rows = [{"prompt": QUESTION, "answer": "3"}]
     with pytest.raises(
-        ValueError, match="--data x: the model's chat template refuses a prompt .System role not supported"
+        ValueError, match="x: the model's chat template refuses a prompt .System role not supported"
     ):
         to_prompts(rows, make_tokenizer(), DataConfig(system_prompt="refused"), "x")
-    with pytest.raises(ValueError, match="--data x: chat messages or a --data.system-prompt need a chat template"):
+    with pytest.raises(ValueError, match="x: chat messages or a --data.system-prompt need a chat template"):
         to_prompts(rows, make_tokenizer(None), DataConfig(system_prompt="be brief"), "x")
 
 
@@ -154,7 +154,7 @@ def test_prompts_over_the_limit_are_dropped_and_counted_or_refused_before_anythi
     prompts = to_prompts(LONG, tokenizer, DataConfig(max_prompt_tokens=8), "x")
     assert [len(p.prompt_ids) for p in prompts] == [6, 5, 8, 4]
     assert capsys.readouterr().out == "data: x: 2 of 6 prompts exceed --data.max-prompt-tokens 8 and are dropped\n"
-    refused = "--data x: 2 of 6 prompts exceed --data.max-prompt-tokens 8; the longest has 4003 tokens: raise the limit"
+    refused = "x: 2 of 6 prompts exceed --data.max-prompt-tokens 8; the longest has 4003 tokens: raise the limit"
     with pytest.raises(ValueError, match=f"{refused} or use --data.long-prompts drop$"):
         to_prompts(LONG, tokenizer, DataConfig(max_prompt_tokens=8, long_prompts="refuse"), "x")
     with pytest.raises(ValueError, match="6 of 6 prompts exceed .* raise the limit$"):
@@ -169,7 +169,7 @@ def test_only_the_first_rank_reports_what_was_dropped(make_tokenizer, capsys, mo
 
 def test_an_empty_prompt_is_refused(make_tokenizer):
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="--data x: has an empty prompt"):
+    with pytest.raises(ValueError, match="x: has an empty prompt"):
         to_prompts([{"prompt": "", "answer": "3"}], make_tokenizer(template), DataConfig(), "x")
 
 
@@ -193,8 +193,19 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(make_tokenizer, tmp
     file = tmp_path / "a.jsonl"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(ValueError, match=f"--data {file}.*{message}"):
-        load_prompts([str(file)], make_tokenizer(None), DataConfig())
+    for flag in ("--data", "--eval-data"):
+        with pytest.raises(ValueError, match=f"^{flag} {file}.*{message}"):
+            load_prompts([str(file)], make_tokenizer(None), DataConfig(), flag)
+
+
+def test_prompts_know_their_data_set_by_the_files_name_where_that_tells_it_apart(make_tokenizer, tmp_path):
+    files = []
+    for name in ("one/a.jsonl", "one/b.jsonl", "two/a.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        files.append(str(write(tmp_path / name, [{"prompt": QUESTION, "answer": "3"}])))
+    datasets = load_prompts(files[:2], make_tokenizer(), DataConfig())
+    assert [d[0].source for d in datasets] == ["a.jsonl", "b.jsonl"]
+    assert [d[0].source for d in load_prompts(files, make_tokenizer(), DataConfig())] == files
 
 
 def test_parquet_files_hold_the_same_rows(make_tokenizer, tmp_path):
@@ -223,7 +234,7 @@ def test_hub_names_may_have_a_subset_and_problems_are_errors_of_the_setting(monk
     read_rows("some/set", "train")
     assert asked == [("openai/gsm8k", "main", "test"), ("some/set", None, "train")]
     with pytest.raises(
-        ValueError, match="--data no/such: not a .jsonl or .parquet file, and not on the Hub .not found"
+        ValueError, match="no/such: not a .jsonl or .parquet file, and not on the Hub .not found"
     ):
         read_rows("no/such", "train")
 
@@ -250,7 +261,7 @@ def test_reasoning_gym_problems_bring_the_entry_that_their_verifier_needs(make_t
         assert gym.get_score_answer_fn(name)(prompt.answer, entry) == 1.0
         assert prompt.text == entry["question"]
     for source in ("reasoning_gym:no_such", "reasoning_gym:leg_counting:many"):
-        with pytest.raises(ValueError, match=f"--data {source}"):
+        with pytest.raises(ValueError, match=f"^{source}"):
             read_rows(source, "train")
 
 

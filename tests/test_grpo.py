@@ -272,7 +272,7 @@ def test_evaluation_reports_the_mean_and_the_best_of_k_samples(tiny, files, tmp_
     assert ["eval/pass@4" in record for record in found] == [True, False, True, True]    # and at the last
     for record in (found[0], found[2], found[3]):
         assert 0 < record["eval/mean@4"] < record["eval/pass@4"] <= 1
-        assert record["eval/reward"] == record[f"eval/{files / '7.jsonl'}/reward"]
+        assert record["eval/reward"] == record["eval/7.jsonl/reward"]
 
 
 # Options, each on a short run
@@ -438,7 +438,7 @@ def test_the_logged_reward_is_the_tasks_whatever_is_filtered_or_penalised(tiny, 
 def test_several_data_sets_are_mixed_by_their_weights(tiny, files, tmp_path):
     changes = dict(data_paths=(str(files / "16.jsonl"), str(files / "3.jsonl")), data=dict(weights=(3.0, 1.0)))
     directory = train(settings(tiny, files, tmp_path, num_steps=4, **changes))
-    assert all(f"reward/{files / name}/mean" in records(directory)[0] for name in ("16.jsonl", "3.jsonl"))
+    assert all(f"reward/{name}/mean" in records(directory)[0] for name in ("16.jsonl", "3.jsonl"))
     from_second = sum(sample["prompt"] in ("00=", "0+0=") or sample["prompt"].startswith(("1+1", "2++2"))
                       for sample in samples(directory))
     assert 4 <= from_second <= 8    # 4 of 16, and the first set has three such prompts as well

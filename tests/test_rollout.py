@@ -483,6 +483,8 @@ def test_ranks_that_ask_for_different_things_are_told_so_at_once(ranks, request)
     (dict(tensor_parallel_size=2), "--rollout.tensor-parallel-size 2: must be a divisor of the 3 ranks; try 1"),
     (dict(memory_fraction=1.0), "--rollout.memory-fraction 1.0: must be between 0 and 1; try 0.45"),
     (dict(length_bins=-1), "--rollout.length-bins -1: must be at least 0"),
+    (dict(kv_cache_gb=-1.0), "--rollout.kv-cache-gb -1.0: must be at least 0"),
+    (dict(max_num_seqs=-1), "--rollout.max-num-seqs -1: must be at least 0"),
     (dict(engine="hf", quantization="fp8"), "--rollout.engine hf: must be vllm: hf has neither"),
     (dict(engine="hf", tensor_parallel_size=3), "--rollout.engine hf: must be vllm: hf has neither"),
 ])
