@@ -94,6 +94,17 @@ def load_prompts(sources: Sequence[str], tokenizer, config: DataConfig, flag: st
     return datasets
 
 
+def require_columns(datasets: Sequence[Sequence[Prompt]], wanted: dict[str, list[str]]) -> None:
+    """ValueError if a reward function wants a column that a data set has in no row; wanted: {function: columns}."""
+    for prompts in datasets:
+        known = {"prompt", "response", "answer", "truncated", *(name for p in prompts for name in p.columns)}
+        for function, names in wanted.items():
+            for name in names:
+                if name not in known:
+                    has = f"{prompts[0].source} has {', '.join(sorted(known))}"
+                    raise ValueError(f"--reward.functions {function}: wants {name}, which is no column; {has}")
+
+
 def read_rows(source: str, split: str) -> list[dict]:
     """The rows of one source as dictionaries."""
     kind = Path(source).suffix

@@ -27,7 +27,8 @@ from advantages import AdvantageCache, AdvantageConfig, group_advantages, overlo
 from attention import use_packed_attention
 from checkpoint import GeneratorState, RunConfig, TrainState, command_line, export, load, save
 from comms import measure_bandwidth, quantize_gradients
-from data import DataConfig, Prompt, PromptStream, load_prompts, sampling_seed, stop_token_ids, to_prompts
+from data import DataConfig, Prompt, PromptStream, load_prompts, require_columns, sampling_seed, stop_token_ids
+from data import to_prompts
 from examples import addition
 from exchange import exchange
 from logprobs import token_logprobs, warm_up, with_logprobs
@@ -220,14 +221,14 @@ def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer
         else:
             datasets = load_prompts(args.data_paths, tokenizer, args.data)
             evals = load_prompts(args.eval_paths, tokenizer, replace(args.data, weights=()), "--eval-data")
+        require_columns([*datasets, *evals], scorer.wanted)
         if args.eval_every and not evals:
             raise ValueError(f"--eval-every {args.eval_every}: needs --eval-data FILE, or 0")
         stream = PromptStream(datasets, args.batch.prompts_per_step, weights=args.data.weights, seed=args.seed)
         if dist.get_rank() == 0:
             args.run.open(args, path)
     except (ValueError, OSError) as error:
-        error = " ".join(str(error).split())  # on one line
-        sys.exit(f"error: {error}" if dist.get_node_local_rank() == 0 else 1)  # a file may be missing on one host
+        sys.exit(f"error: {' '.join(str(error).split())}" if dist.get_node_local_rank() == 0 else 1)  # once a host
     if dist.get_rank() == 0:
         num_prompts, num_ranks = sum(map(len, datasets)), dist.get_world_size()
         plan = {

@@ -24,7 +24,8 @@ from advantages import AdvantageCache, GaeConfig, KlController, estimate
 from attention import use_packed_attention
 from checkpoint import GeneratorState, RunConfig, TrainState, command_line, export, load, save
 from comms import measure_bandwidth, quantize_gradients
-from data import DataConfig, Prompt, PromptStream, load_prompts, sampling_seed, stop_token_ids, to_prompts
+from data import DataConfig, Prompt, PromptStream, load_prompts, require_columns, sampling_seed, stop_token_ids
+from data import to_prompts
 from examples import addition
 from exchange import exchange
 from logprobs import model_scores, token_logprobs, token_values, warm_up, with_logprobs, with_values
@@ -230,14 +231,14 @@ def prepare(args: Args) -> tuple[str, str, str, object, PromptStream, list[Promp
         else:
             datasets = load_prompts(args.data_paths, tokenizer, args.data)
             evals = load_prompts(args.eval_paths, tokenizer, replace(args.data, weights=()), "--eval-data")
+        require_columns(evals if reward_path else [*datasets, *evals], scorer.wanted)
         if args.eval_every and not evals:
             raise ValueError(f"--eval-every {args.eval_every}: needs --eval-data FILE, or 0")
         stream = PromptStream(datasets, args.batch.prompts_per_step, weights=args.data.weights, seed=args.seed)
         if dist.get_rank() == 0:
             args.run.open(args, path, critic_path or path, reward_path or path)
     except (ValueError, OSError) as error:
-        error = " ".join(str(error).split())  # on one line
-        sys.exit(f"error: {error}" if dist.get_node_local_rank() == 0 else 1)  # a file may be missing on one host
+        sys.exit(f"error: {' '.join(str(error).split())}" if dist.get_node_local_rank() == 0 else 1)  # once a host
     if dist.get_rank() == 0:
         num_ranks, kl = dist.get_world_size(), args.loss.kl_coef or args.gae.kl_coef
         plan = {

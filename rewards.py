@@ -1,15 +1,15 @@
 r"""Rewards: rules, user functions, remote scorers and reward models turn each response into one finite number.
 
-The problem. A reward function is foreign code that runs on text written by the policy, and the policy finds its weak
-spots. Simplifying 9^{9^{9^9}} hangs; one None among 8 siblings makes all 8 advantages NaN; a grader that searches the
-text pays for "maybe 41, 42 or 43". And 256 samples of 50 ms, one after another, are 12.8 s of idle GPU in each step.
+The problem. A reward function is foreign code, run on text of a policy that finds its weak spots: 9^{9^{9^9}} hangs;
+one None among 8 siblings makes 8 advantages NaN; a grader that searches pays for "maybe 41, 42 or 43". And 256 samples
+of 50 ms, one after another, are 12.8 s of idle GPU in each step.
 
 How it works. Scorer keeps num_workers processes that run this file alone, without torch, each fed by one thread:
     submit(3, {"response": ...}) -> thread -> pipe -> worker -> [[0.5, ""]] -> collect
     silent for time_limit_s: the worker's process group is killed and replaced -> [[None, "no result within 5 s"]]
-A reward is one finite number: Python's, NumPy's, or a tensor of one element. Anything else (None, NaN, a string, a list
-of the wrong length, an exception, a hang, a dead worker) is an error: it counts as error_reward and in error_frac, the
-first of each function is printed, and collect raises when more than max_error_frac of a function's samples fail.
+A reward is one finite number: Python's, NumPy's, or a tensor of one element. Anything else (None, NaN, an exception, a
+hang) is an error: it counts as error_reward and in error_frac, the first of each function is printed, and collect
+raises when more than max_error_frac of a function's samples fail.
 
 Functions, by spec (reward models are no spec: they run on the trainer's ranks, by logprobs.model_scores):
     exact             the stripped response is the answer; runs in this process, for it cannot hang
@@ -19,8 +19,7 @@ Functions, by spec (reward models are no spec: they run on the trainer's ranks, 
     reasoning_gym     the verifier of the data set that made the sample's entry
     http://host/path  the sample is posted as JSON, the reply is {"reward": number}; 3 attempts
 The answer of a response: its last \boxed or \fbox, else what follows the last ####, else the end of a last line "answer
-is X" or "answer: X", else the whole response if it is one line; behind </think>, where there is one. It is compared as
-a whole: an answer mentioned in passing earns nothing.
+is X" or "answer: X", else the whole response if it is one line; behind </think>, where there is one. Compared whole.
 
 Given up: no sandbox against malice; a process that leaves its worker's group lives on; memory is limited per process.
 Sources: GSM8K (Cobbe et al. 2021), MATH (Hendrycks et al. 2021), math-verify.
@@ -49,7 +48,6 @@ from collections.abc import Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
-from typing import ClassVar
 from weakref import WeakSet
 
 TIMEOUT = "no result within"
@@ -89,7 +87,7 @@ class RewardConfig:
 
 class Scorer:
     """Scores samples while others are still sampled: submit each, then collect the rewards of all.
-    callables: functions for names in config.functions; workers are then forks. ValueError if one can't be loaded."""
+    callables: functions by name; workers are then forks. ValueError if one can't be loaded. wanted: {name: columns}."""
 
     def __init__(self, config: RewardConfig, callables: Mapping[str, Callable] = {}):
         self.config, self.callables = config, callables
@@ -102,9 +100,10 @@ class Scorer:
         except ValueError:
             self.close()
             raise
-        self._batched = dict(zip(self._names, *replies[:1]))
+        self._batched = {name: not BATCH.isdisjoint(known) for name, known in zip(self._names, *replies[:1])}
+        self.wanted = {n: [ALIASES.get(p, p) for p in known if known[p]] for n, known in zip(self._names, *replies[:1])}
 
-    def _start(self, _=None) -> list[bool]:  # of each function: whether it wants the whole batch
+    def _start(self, _=None) -> list[dict[str, bool]]:  # of each function: its parameters, and whether it needs them
         with self._starting:  # a fork in between would hold the new pipe open
             worker = _Worker(self.callables)
         reply = worker.ask((self._names, self.config.time_limit_s, self.config.memory_limit_mb), 120)
@@ -189,7 +188,7 @@ def score(functions, samples: list[dict], *, time_limit_s: float = 5.0, num_work
 class _Worker:
     """A process in its own session: a fresh interpreter on this file, or a fork of this one if there are callables."""
 
-    ends: ClassVar[WeakSet] = WeakSet()  # the trainer's, of the pipes to all workers
+    ends = WeakSet()  # the trainer's, of the pipes to all workers
 
     def __init__(self, callables: Mapping[str, Callable]):
         self.connection, theirs = Pipe()
@@ -232,7 +231,8 @@ def serve(connection: Connection, callables: Mapping[str, Callable] = {}) -> Non
         names, time_limit_s, memory_limit_mb = connection.recv()
         try:
             functions = [callables.get(name) or load_function(name, time_limit_s) for name in names]
-            reply = [not BATCH.isdisjoint(inspect.signature(function).parameters) for function in functions]
+            known = [inspect.signature(function).parameters for function in functions]
+            reply = [{n: p.default is p.empty and "VAR" not in p.kind.name for n, p in k.items()} for k in known]
         except Exception as error:  # importing runs the user's code
             hint = f": pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
             reply = f"{type(error).__name__}: {error}{hint}"

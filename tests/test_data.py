@@ -14,6 +14,7 @@ from data import (
     PromptStream,
     load_prompts,
     read_rows,
+    require_columns,
     sampling_seed,
     stop_token_ids,
     to_prompts,
@@ -196,6 +197,16 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(make_tokenizer, tmp
     for flag in ("--data", "--eval-data"):
         with pytest.raises(ValueError, match=f"^{flag} {file}.*{message}"):
             load_prompts([str(file)], make_tokenizer(None), DataConfig(), flag)
+
+
+def test_a_column_that_a_reward_function_wants_and_a_data_set_lacks_is_named():
+    with_level = [Prompt([1], "a", "b", "x", {}), Prompt([1], "a", "b", "x", {"level": 3})]
+    without = [Prompt([1], "a", "b", "y", {"kind": 1})]
+    require_columns([with_level], {"f.py:f": ["response", "level"], "g": []})
+    require_columns([without], {"math": ["response", "answer", "prompt", "truncated"]})
+    message = "f.py:f: wants level, which is no column; y has answer, kind, prompt, response, truncated"
+    with pytest.raises(ValueError, match=f"^--reward.functions {message}$"):
+        require_columns([with_level, without], {"f.py:f": ["response", "level"]})
 
 
 def test_prompts_know_their_data_set_by_the_files_name_where_that_tells_it_apart(make_tokenizer, tmp_path):

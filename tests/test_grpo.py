@@ -657,6 +657,10 @@ def test_bad_data_are_refused_before_a_model_is_loaded(tiny, files, tmp_path):
     long = '{"prompt": "1+1=", "answer": "2"}\n' + json.dumps({"prompt": "1" * 50, "answer": "2"}) + "\n"
     found, file = message(long, data=dict(long_prompts="refuse"))
     assert f"--data {file}: 1 of 2 prompts exceed --data.max-prompt-tokens 16; the longest has 50 tokens" in found
+    scorer = tmp_path / "scores.py"
+    scorer.write_text("def by_level(response, level): return 1.0")
+    found, _ = message(long, reward=dict(functions=(f"{scorer}:by_level",)))
+    assert f"--reward.functions {scorer}:by_level: wants level, which is no column; x.jsonl has answer, prompt" in found
     found, _ = message(eval_every=1, name="16.jsonl", text=long.splitlines()[0])
     assert "--eval-every 1: needs --eval-data FILE, or 0" in found
     found = refused(settings(str(tmp_path / "no-model"), files, tmp_path / "out"))

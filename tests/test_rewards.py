@@ -468,6 +468,16 @@ def test_a_function_that_cannot_be_loaded_is_refused_at_the_start_in_one_line(tm
     assert children() == before
 
 
+def test_a_function_names_the_columns_that_it_cannot_do_without(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def one(solution_str, level, *rest, hint='', ground_truth, **more): return 1\n"
+        "def many(completions, level=1): return [1] * len(completions)\n"
+    )
+    specs = [f"{tmp_path}/mine.py:one", f"{tmp_path}/mine.py:many", "exact", "http://localhost:1/x"]
+    with contextlib.closing(Scorer(RewardConfig(tuple(specs), num_workers=1))) as scorer:
+        assert scorer.wanted == {specs[0]: ["response", "level", "answer"], specs[1]: ["response"], specs[3]: []}
+
+
 def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
     for name in ("math_verify", "reasoning_gym"):
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module named {name}', name='{name}')")
