@@ -91,9 +91,12 @@ class RunConfig:
         known.get("run", {}).update(resume=False)  # --config of this file starts a new run
         if self.resume and (self.directory / "config.json").exists():
             earlier = json.loads((self.directory / "config.json").read_text())
-            for name, flag in (("seed", "--seed"), ("data_paths", "--data")):
+            for name, flag in (("seed", "--seed"), ("data_paths", "--data"), ("model_path", "--model")):
                 if (made := earlier.get(name)) != known.get(name):
                     raise ValueError(f"--resume: {self.directory} was made with {flag} {made}; give the same")
+            saved = int(_complete(self.directory / "checkpoints")[-1].name.removeprefix("step-"))
+            if saved > known.get("num_steps", saved):
+                raise ValueError(f"--num-steps {known['num_steps']}: {self.directory} has {saved} already; give more")
         (self.directory / "config.json").write_text(json.dumps(known, indent=2))
 
     def _lock(self) -> None:
@@ -271,18 +274,15 @@ def load(out_dir: str | Path, state: Mapping[str, Stateful]) -> int:
     try:
         dcp.load(dcp_state, checkpoint_id=found[-1])
     except dcp.CheckpointException as error:
-        raise ValueError(
-            f"{found[-1]}: is not of this model ({_cause(error)}); resume with the same --model"
-        ) from error
+        why = _cause(error)
+        raise ValueError(f"{found[-1]}: is not of this model ({why}); resume with the same --model") from error
     rank_file = found[-1] / f"rank{_rank()}.pt"
     if not rank_file.exists():
         rank_file = found[-1] / "rank0.pt"
     saved = torch.load(rank_file, weights_only=False)
     if saved["world_size"] != _world_size() and _is_rank0():
-        print(
-            f"checkpoint: saved by {saved['world_size']} ranks, loaded by {_world_size()}: samples will differ",
-            flush=True,
-        )
+        ranks = f"saved by {saved['world_size']} ranks, loaded by {_world_size()}"
+        print(f"checkpoint: {ranks}: samples will differ", flush=True)
     for name, value in state.items():
         value.load_state_dict(dcp_state[name] if isinstance(value, TrainState) else saved["state"][name])
     return saved["step"]
@@ -380,6 +380,7 @@ def export(
     save_safetensors(buckets, out_dir)
     if _is_rank0():
         copy_model_files(path, out_dir, dtype)
+        print(f"the trained model is in {out_dir}; curves, samples and metrics are beside it", flush=True)
     _barrier()
 
 

@@ -97,7 +97,8 @@ def load_prompts(sources: Sequence[str], tokenizer, config: DataConfig, flag: st
 def require_columns(datasets: Sequence[Sequence[Prompt]], wanted: dict[str, list[str]]) -> None:
     """ValueError if a reward function wants a column that a data set has in no row; wanted: {function: columns}."""
     for prompts in datasets:
-        known = {"prompt", "response", "answer", "truncated", *(name for p in prompts for name in p.columns)}
+        known = {"prompt", "response", "truncated", *(name for p in prompts for name in p.columns)}
+        known |= {"answer"} if any(p.answer for p in prompts) else set()
         for function, names in wanted.items():
             for name in names:
                 if name not in known:

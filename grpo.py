@@ -89,7 +89,7 @@ class Args:
     def __post_init__(self):
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         why = ", --data.max-prompt-tokens + --rollout.max-response-tokens"
-        batch, groups = self.batch, self.advantage.baseline != "batch"
+        batch, buffer, groups = self.batch, self.advantage.overlong_buffer, self.advantage.baseline != "batch"
         own_model, own_data = self.model_path != "built-in", self.data_paths != ("built-in",)
         tries, data, eval_data = self.resample_tries, " ".join(self.data_paths), " ".join(self.eval_paths)
         how, corrected = self.loss, self.loss.importance != "off" or not self.rollout.eight_bit
@@ -106,6 +106,7 @@ class Args:
             ("--refresh-every", self.refresh_every, not self.refresh_every or how.kl_coef, "0 without --loss.kl-coef"),
             ("--group-size", batch.group_size, batch.group_size >= 2 or not groups, "at least 2; try 8"),
             ("--tokens-per-row", batch.tokens_per_row, batch.tokens_per_row >= longest, f"at least {longest}{why}"),
+            ("--advantage.overlong-buffer", buffer, buffer < self.rollout.max_response_tokens, "below the limit"),
             ("--loss.importance", self.loss.importance, corrected, "token: an 8-bit sampler is another policy"),
         ):
             if not holds:

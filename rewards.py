@@ -102,6 +102,7 @@ class Scorer:
             raise
         self._batched = {name: not BATCH.isdisjoint(known) for name, known in zip(self._names, *replies[:1])}
         self.wanted = {n: [ALIASES.get(p, p) for p in known if known[p]] for n, known in zip(self._names, *replies[:1])}
+        self.wanted |= {"exact": ["answer"]} if "exact" in config.functions else {}
 
     def _start(self, _=None) -> list[dict[str, bool]]:  # of each function: its parameters, and whether it needs them
         with self._starting:  # a fork in between would hold the new pipe open
@@ -187,7 +188,6 @@ def score(functions, samples: list[dict], *, time_limit_s: float = 5.0, num_work
 
 class _Worker:
     """A process in its own session: a fresh interpreter on this file, or a fork of this one if there are callables."""
-
     ends = WeakSet()  # the trainer's, of the pipes to all workers
 
     def __init__(self, callables: Mapping[str, Callable]):

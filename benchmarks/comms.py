@@ -39,7 +39,7 @@ from comms import (  # noqa: E402
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("codec", "error", "training"))
     parser.add_argument("--mb", type=int, help="MiB of gradients for codec; default 1024 on a GPU, 16 on a CPU")
     args = parser.parse_args()

@@ -27,7 +27,7 @@ import torch
 from attention import use_packed_attention
 from data import DataConfig, load_prompts, stop_token_ids
 from logprobs import token_logprobs
-from model import ModelConfig, init_distributed, load_policy
+from model import ModelConfig, init_distributed, leave, load_policy
 from packing import pack, sequence
 from reshard import sync_weights, verify_sync
 from rollout import RolloutConfig, VllmEngine
@@ -148,6 +148,7 @@ def main() -> None:
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     about |= dict(device=where, torch=torch.__version__, vllm=vllm.__version__)
     print(json.dumps(about | run(args, policy, engine, prompts, mesh.device_type)), flush=True)
+    leave()
 
 
 if __name__ == "__main__":

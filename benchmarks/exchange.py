@@ -137,7 +137,7 @@ def measure(mb: float, load: str, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=float, nargs="+", default=[1, 64], help="MB that each rank sends")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, help="JSON file; default none")

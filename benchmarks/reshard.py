@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from model import ModelConfig, init_distributed, load_policy
+from model import ModelConfig, init_distributed, leave, load_policy
 from reshard import iter_full_params, sync_weights
 from rollout import RolloutConfig, VllmEngine
 
@@ -88,3 +88,4 @@ if __name__ == "__main__":
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         about = dict(device=where, torch=torch.__version__, vllm=vllm.__version__)
         print(json.dumps(result | about), flush=True)
+        leave()

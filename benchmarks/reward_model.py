@@ -5,13 +5,16 @@
 For memory and time: what it prefers means nothing.
 """
 
-import sys
+import argparse
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-source, target = sys.argv[1:]
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("policy")
+parser.add_argument("reward_model")
+arguments = parser.parse_args()
 torch.manual_seed(0)
-model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, dtype=torch.bfloat16)
-model.save_pretrained(target)
-AutoTokenizer.from_pretrained(source).save_pretrained(target)
+model = AutoModelForSequenceClassification.from_pretrained(arguments.policy, num_labels=1, dtype=torch.bfloat16)
+model.save_pretrained(arguments.reward_model)
+AutoTokenizer.from_pretrained(arguments.policy).save_pretrained(arguments.reward_model)

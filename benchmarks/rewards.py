@@ -23,7 +23,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the root's rewards.py, not this file
-from rewards import RewardConfig, Scorer, model_scores  # noqa: E402
+from logprobs import model_scores  # noqa: E402
+from rewards import RewardConfig, Scorer  # noqa: E402
 
 FUNCTIONS = """
 import time
@@ -125,7 +126,7 @@ def measure_model(shape: str, dtype: str, num_texts: int, length: int, tokens: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-samples", type=int, default=256)
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="shape of the reward model, random weights")
     parser.add_argument("--dtype", default="float32")

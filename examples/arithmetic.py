@@ -7,10 +7,10 @@ Small enough for SmolLM2-135M to be right now and then, and for RL to make it ri
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import re
-import sys
 
 FORMS = {
     "plus": ("What is {a} plus {b}?", "Add {a} and {b}.", "{a} apples and {b} more apples: how many apples?"),
@@ -38,5 +38,9 @@ def last_number(response: str, answer: str) -> float:
 
 
 if __name__ == "__main__":
-    with open(sys.argv[1], "w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in problems(int((sys.argv[2:] or [4000])[0]), seed=0))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file")
+    parser.add_argument("num_rows", nargs="?", type=int, default=4000)
+    arguments = parser.parse_args()
+    with open(arguments.file, "w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in problems(arguments.num_rows, seed=0))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Qwen2.5-7B-Instruct on GSM8K, with engines over two ranks. NOT RUN: only its shape, with random weights on one H200
-# (W7 in the README: 51 s a step, --offload).
+# (W7 in the README: 48 s a step, --offload).
 # Hardware by arithmetic: 8 GPUs of 80 GB; weights, gradients and Adam in fp32 are 7.6 G x 16 bytes / 8 = 15 GB a rank.
 # Time and reward: unknown; eval/reward must rise from its first value.
 set -euo pipefail

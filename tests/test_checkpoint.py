@@ -481,3 +481,18 @@ def test_a_resume_with_another_seed_is_refused_and_leaves_the_settings_as_they_w
     with pytest.raises(ValueError, match="--resume: .*/x was made with --seed 3; give the same"):
         run.open(Settings())
     assert (tmp_path / "x" / "config.json").read_text() == '{"seed": 3}'
+
+
+def test_a_resume_with_another_model_or_fewer_steps_than_were_made_is_refused(tmp_path):
+    """It was found out when the weights were loaded; and fewer steps cut the records and put older weights in place."""
+    run = RunConfig(str(tmp_path), "x", resume=True)
+    (tmp_path / "x" / "checkpoints" / "step-000007").mkdir(parents=True)
+    for earlier, message in (
+        ({"model_path": "a/b"}, "--resume: .*/x was made with --model a/b; give the same"),
+        ({}, "--num-steps 6: .*/x has 7 already; give more"),
+    ):
+        (tmp_path / "x" / "config.json").write_text(json.dumps(earlier))
+        with pytest.raises(ValueError, match=message):
+            run_ranks(1, run.open, Settings(num_steps=6))
+        assert json.loads((tmp_path / "x" / "config.json").read_text()) == earlier
+    run_ranks(1, run.open, Settings(num_steps=7))    # as when the last save was made and the model not yet written

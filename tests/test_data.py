@@ -202,6 +202,9 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(make_tokenizer, tmp
 def test_a_column_that_a_reward_function_wants_and_a_data_set_lacks_is_named():
     with_level = [Prompt([1], "a", "b", "x", {}), Prompt([1], "a", "b", "x", {"level": 3})]
     without = [Prompt([1], "a", "b", "y", {"kind": 1})]
+    unanswered = [Prompt([1], "a", "", "z", {"output": "b"})]    # with math and exact each reward would be 0
+    with pytest.raises(ValueError, match="math: wants answer, which is no column; z has output, prompt, resp"):
+        require_columns([without, unanswered], {"math": ["response", "answer"]})
     require_columns([with_level], {"f.py:f": ["response", "level"], "g": []})
     require_columns([without], {"math": ["response", "answer", "prompt", "truncated"]})
     message = "f.py:f: wants level, which is no column; y has answer, kind, prompt, response, truncated"

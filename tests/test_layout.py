@@ -160,3 +160,16 @@ def test_launch_and_examples_are_short():
     assert len((ROOT / "launch.sh").read_text().splitlines()) <= 200
     for path in (ROOT / "examples").glob("*.sh"):
         assert len(path.read_text().splitlines()) <= 15, path.name
+
+
+SCRIPTS = sorted(p for folder in ("benchmarks", "examples") for p in (ROOT / folder).glob("[!_]*.py")
+                 if "__main__" in p.read_text() or "parse_args" in p.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_each_script_starts_and_says_how_it_is_run(path, tmp_path):
+    job = subprocess.run([sys.executable, path, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert job.returncode == 0, job.stderr[-2000:]
+    assert str(path.relative_to(ROOT)) in job.stdout, job.stdout
+    assert not list(tmp_path.iterdir())

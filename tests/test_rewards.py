@@ -475,7 +475,8 @@ def test_a_function_names_the_columns_that_it_cannot_do_without(tmp_path):
     )
     specs = [f"{tmp_path}/mine.py:one", f"{tmp_path}/mine.py:many", "exact", "http://localhost:1/x"]
     with contextlib.closing(Scorer(RewardConfig(tuple(specs), num_workers=1))) as scorer:
-        assert scorer.wanted == {specs[0]: ["response", "level", "answer"], specs[1]: ["response"], specs[3]: []}
+        needed = {specs[0]: ["response", "level", "answer"], specs[1]: ["response"], "exact": ["answer"], specs[3]: []}
+        assert scorer.wanted == needed
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
