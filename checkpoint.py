@@ -105,7 +105,9 @@ class RunConfig:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(f"--name {self.name}: a run of that name is at work; give another one") from error
+            who = f"process {(self.directory / 'lock').read_text().strip() or '?'}"
+            raise ValueError(f"--name {self.name}: {who} is at work there; end it or give another one") from error
+        os.pwrite(held, f"{os.getpid()} on {os.uname().nodename}".ljust(99).encode(), 0)
 
 
 def from_json(default: Any, values: Mapping[str, Any]) -> Any:

@@ -167,7 +167,7 @@ def to_prompts(rows: Sequence[dict], tokenizer, config: DataConfig, source: str)
 
     Raises ValueError as load_prompts does.
     """
-    parsed = [_parse_row(row, source) for row in rows]
+    parsed = [_parse_row(row, f"{source}, row {i}") for i, row in enumerate(rows, 1)]
     texts = [_render(messages, tokenizer, config, source) for messages, _, _ in parsed]
     # Templated text brings its own BOS. Plain text gets what the tokenizer adds.
     ids = tokenizer(texts, add_special_tokens=tokenizer.chat_template is None)["input_ids"]

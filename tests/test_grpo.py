@@ -653,7 +653,7 @@ def test_bad_data_are_refused_before_a_model_is_loaded(tiny, files, tmp_path):
     found, file = message("")
     assert f"--data {file}: is empty" in found
     found, file = message('{"text": "1+1="}\n')
-    assert f"--data {file}: has columns ['text']; needs `prompt` or `question`" in found
+    assert f"--data {file}, row 1: has columns ['text']; needs `prompt` or `question`" in found
     long = '{"prompt": "1+1=", "answer": "2"}\n' + json.dumps({"prompt": "1" * 50, "answer": "2"}) + "\n"
     found, file = message(long, data=dict(long_prompts="refuse"))
     assert f"--data {file}: 1 of 2 prompts exceed --data.max-prompt-tokens 16; the longest has 50 tokens" in found
