@@ -96,7 +96,7 @@ class Args:
         for flag, value, holds, rule in (
             ("--num-steps", self.num_steps, self.num_steps >= 1, "at least 1; try 200"),
             ("--eval-every", self.eval_every, self.eval_every >= 0, "at least 0 (never)"),
-            ("--eval-samples", (k := self.eval_samples), 0 <= k <= k * self.eval_every, "at least 0; with --eval-every"),
+            ("--eval-samples", k := self.eval_samples, 0 <= k <= k * self.eval_every, "at least 0; with --eval-every"),
             ("--eval-data", eval_data, self.eval_every or not self.eval_paths, "with --eval-every 20"),
             ("--data", data, own_model or not own_data, "with a --model of your own: the built-in one only adds"),
             ("--eval-data", eval_data, own_data or not self.eval_paths, "with --data of your own"),
