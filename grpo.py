@@ -106,7 +106,7 @@ class Args:
             ("--refresh-every", self.refresh_every, not self.refresh_every or how.kl_coef, "0 without --loss.kl-coef"),
             ("--group-size", batch.group_size, batch.group_size >= 2 or not groups, "at least 2; try 8"),
             ("--tokens-per-row", batch.tokens_per_row, batch.tokens_per_row >= longest, f"at least {longest}{why}"),
-            ("--advantage.overlong-buffer", buffer, buffer < self.rollout.max_response_tokens, "below the limit"),
+            ("--advantage.overlong-buffer", buffer, buffer <= self.rollout.max_response_tokens, "at most the limit"),
             ("--loss.importance", self.loss.importance, corrected, "token: an 8-bit sampler is another policy"),
         ):
             if not holds:
@@ -142,7 +142,7 @@ def main(args: Args) -> None:
     engine = kind(path, args.rollout, **sizes, stop_ids=stop_token_ids(path, tokenizer.eos_token_id), seed=args.seed)
     for model in filter(None, (policy, reference)) if mesh.device_type == "cuda" else ():
         with offload.present(model):  # kernels are compiled at their first use: before step 0, not in it
-            warm_up(model, args.batch.extreme_rows(engine.max_model_len))
+            warm_up(model, args.batch.rows_of_all_sizes(engine.max_model_len))
     metrics = Metrics(args.run.directory, args.log, args.num_steps, first_step=first_step, settings=asdict(args))
 
     for step in range(first_step, args.num_steps):

@@ -121,8 +121,8 @@ def with_values(critic: nn.Module, rows: list[list]) -> list[list]:
 
 
 def warm_up(model: nn.Module, rows: Sequence) -> None:
-    """Forward of each row without gradients, and with backward if model learns: all kernels are compiled, and the
-    allocator has its blocks. Compiled code may be chosen by a row's length, so rows should be of extreme lengths."""
+    """Forward of each row without gradients, and with backward if the model learns: kernels are compiled, and the
+    allocator has its blocks. Compiled code is chosen by ranges of a row's length: rows should be of all sizes."""
     compute = token_values if hasattr(model, "score") else lambda *inputs: token_logprobs(*inputs)[0]
     for row in (row.to(model.device) for row in rows):
         with torch.no_grad():

@@ -12,7 +12,7 @@ How it works.
 4. Forward and backward gather one layer at a time in bf16 (on GPU); gradients are summed in fp32; the optimizer updates
    the fp32 shard. bf16 master weights lose small updates: 0.02 - 1e-6 rounds back to 0.02.
 5. The residual stream, to which every layer adds, stays in fp32. In bf16 each of its 2 L sums would round what all
-   layers before have found: 256 + 0.5 = 256. The sampler does the same (rollout.py), and they differ by a third less.
+   layers before have found: 256 + 0.5 = 256. The sampler does so too (rollout.py); SmolLM2's differ by a third less.
 
 FSDP averages gradients over ranks by default. Here every loss is already divided by a count over all ranks, so the
 division is switched off once, in `shard`, and gradients are plain sums.
@@ -51,7 +51,7 @@ class ModelConfig:
     """Type of the weights the optimizer updates; bfloat16 halves memory and loses updates below 0.4 % of a weight."""
     activation_checkpointing: bool = False
     """Keep one activation per layer and compute the others again in the backward: less memory, about 25 % more time."""
-    compile: bool = field(default_factory=torch.cuda.is_available)
+    compile: bool = field(default_factory=lambda: torch.cuda.is_available())
     """torch.compile each decoder layer (on by default on a GPU): faster, and closer to the sampler's rounding."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward (ZeRO-3); off: keep them until its backward (ZeRO-2)."""
@@ -252,6 +252,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: ModelConfig, compute_dtype
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers = next(part for part in model.get_decoder().children() if isinstance(part, nn.ModuleList))
     if config.compile:
+        torch._dynamo.config.recompile_limit = 64  # all models share their layers' code; past the limit it runs eager
         for layer in layers:
             layer.compile(dynamic=True)
     if compute_dtype != torch.float32:
@@ -320,9 +321,8 @@ def _load_rows(parameter: Tensor, rows, label: str) -> None:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     start = 0
     if isinstance(parameter, DTensor):
-        axis = parameter.device_mesh.mesh_dim_names.index("shard")
-        per_rank = math.ceil(parameter.shape[0] / parameter.device_mesh.size(axis))
-        start = min(per_rank * parameter.device_mesh.get_local_rank(axis), parameter.shape[0])
+        mesh, axis = parameter.device_mesh, parameter.device_mesh.mesh_dim_names.index("shard")
+        start = min(math.ceil(parameter.shape[0] / mesh.size(axis)) * mesh.get_local_rank(axis), parameter.shape[0])
     if local.numel():
         local.copy_(rows[start : start + local.shape[0]])
 

@@ -98,13 +98,18 @@ class BatchConfig:
             f"minibatches of {self.num_samples // self.num_minibatches}, in rows of {self.tokens_per_row} tokens"
         )
 
-    def extreme_rows(self, num_tokens: int) -> list[PackedRow]:
-        """The largest row that an update may meet, full of sequences of num_tokens tokens, and nearly the smallest."""
-        ids = torch.zeros(max(num_tokens, 3), dtype=torch.int64)
-        full = [sequence(ids[:1], ids[1:num_tokens])] * max(1, self.tokens_per_row // num_tokens)
-        # Two lengths: numbers that are equal in a row are taken for one and the same number when it is compiled.
-        few = [sequence(ids[:1], ids[1:length]) for length in (2, 3)]
-        return [pack(sequences, self.tokens_per_row)[0] for sequences in (full, few)]
+    def rows_of_all_sizes(self, num_tokens: int) -> list[PackedRow]:
+        """What a run may meet: the largest row, full of sequences of num_tokens tokens, half of it, ..., and none.
+
+        Compiled code is chosen by ranges of a row's length.
+        """
+        ids = torch.zeros(num_tokens, dtype=torch.int64)
+        counts = [max(1, self.tokens_per_row // num_tokens)]
+        while counts[-1] > 1:
+            counts.append(counts[-1] // 2)
+        whole = sequence(ids[:1], ids[1:])
+        rows = [pack([whole] * count, self.tokens_per_row)[0] for count in counts]
+        return rows + pack([], self.tokens_per_row, num_rows=1, like=whole)
 
     @property
     def num_samples(self) -> int:

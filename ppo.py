@@ -135,7 +135,7 @@ def main(args: Args) -> None:
     engine = kind(path, args.rollout, **sizes, stop_ids=stop_token_ids(path, tokenizer.eos_token_id), seed=args.seed)
     for model in filter(None, (policy, critic, reference, reward_model)) if mesh.device_type == "cuda" else ():
         with offload.present(model):  # kernels are compiled at their first use: before step 0, not in it
-            warm_up(model, args.batch.extreme_rows(engine.max_model_len))
+            warm_up(model, args.batch.rows_of_all_sizes(engine.max_model_len))
     metrics = Metrics(args.run.directory, args.log, args.num_steps, first_step=first_step, settings=asdict(args))
 
     for step in range(first_step, args.num_steps):

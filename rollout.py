@@ -10,10 +10,10 @@ ranks and size 2, ranks 0, 1 are engine 0 and ranks 2, 3 engine 1. An engine's s
 - `load_weights` wakes the KV cache last, when the trainer's buckets are gone, and resets the prefix cache: cached keys
   belong to the old policy and would be reused without a word.
 Where sleep is off (CPU, sleep_level 0) the states are the same and no memory moves. What comes back is token ids, each
-with its log-probability under the tempered distribution that it was drawn from; never text. Whether a response was cut
-is the engine's finish reason, never a guess. On GPU and with tensor parallelism each request has its own seed, so a
-sample depends on (seed, prompt, sample) and not on its neighbours. On CPU vLLM walks over seeded requests one by one,
-so one seed is set per call. In bf16 logits and residual stream are fp32, so that sampler and trainer differ less.
+with its log-probability under the tempered distribution that it was drawn from. On GPU and with tensor parallelism each
+request has its own seed, so a sample depends on (seed, prompt, sample) and not on its neighbours. On CPU vLLM walks
+over seeded requests one by one, so one seed is set per call. In bf16 the logits are fp32, and the residual stream too
+where an RMSNorm adds to it (not in Granite, OLMo, Phi, nor with 8-bit weights): so sampler and trainer differ less.
 
 `HfEngine` has the same methods on top of Transformers' `generate`, with its own unsharded copy of the model (`generate`
 through a sharded model hangs when ranks stop at different lengths). Slower, with fewer parts: a reference.
@@ -234,6 +234,9 @@ class VllmEngine(_Engine):
             if self.fp32_residual:
                 _keep_residual_in_fp32()
             self.llm = vllm.LLM(path, seed=seed, **self._arguments())
+            for module in self.model.modules():
+                if "do_not_compile" in vars(module):  # vLLM decorates Transformers' own classes, the trainer's too
+                    type(module).do_not_compile = True
             warm_up = self._sampling_params(1.0, 0)
             warm_up.max_tokens = 2  # kernels are compiled at their first use: before step 0, not in it
             self.llm.generate([{"prompt_token_ids": [0]}] * self.num_samples, warm_up, use_tqdm=False)
@@ -250,13 +253,10 @@ class VllmEngine(_Engine):
         config = self.config
         max_num_seqs = config.max_num_seqs or min(1024, self.num_samples)
         arguments = dict(
-            tensor_parallel_size=config.tensor_parallel_size,
-            distributed_executor_backend="external_launcher",
+            **dict(tensor_parallel_size=config.tensor_parallel_size, distributed_executor_backend="external_launcher"),
             dtype=str(self.dtype).removeprefix("torch."),
             quantization=None if config.quantization == "none" else config.quantization,
-            kv_cache_dtype=config.kv_cache_dtype,
-            max_model_len=self.max_model_len,
-            max_num_seqs=max_num_seqs,
+            **dict(kv_cache_dtype=config.kv_cache_dtype, max_model_len=self.max_model_len, max_num_seqs=max_num_seqs),
             max_num_batched_tokens=max(config.max_num_batched_tokens or 16384, self.max_model_len),
             gpu_memory_utilization=config.memory_fraction,
             logprobs_mode="processed_logprobs",  # of the tempered distribution, the one the trainer computes
@@ -324,22 +324,22 @@ class VllmEngine(_Engine):
 
 
 def _keep_residual_in_fp32() -> None:
-    """vLLM's RMSNorm, which adds to the residual stream too, keeps it in fp32 from now on, as model.py does."""
+    """vLLM's norms, which add to the residual stream too, keep it in fp32 from now on, in this process's engines."""
     from vllm.model_executor.custom_op import op_registry_oot
-    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
-    class Fp32Residual(RMSNorm):
+    class Fp32Residual:
         def forward_native(self, x, residual=None):
             if residual is None:
                 return super().forward_native(x)
             stream = x.float() + residual
-            square = stream[..., : self.variance_size_override].square().mean(-1, keepdim=True)
-            return (stream * torch.rsqrt(square + self.variance_epsilon) * self.weight).to(x.dtype), stream
+            square = stream[..., : getattr(self, "variance_size_override", None)].square().mean(-1, keepdim=True)
+            weight = self.weight.float() + isinstance(self, GemmaRMSNorm)  # whose weights are what is added to 1
+            return (stream * torch.rsqrt(square + self.variance_epsilon) * weight).to(x.dtype), stream
 
-        forward_cuda = forward_native
-
-    if "RMSNorm" not in op_registry_oot:
-        RMSNorm.register_oot(Fp32Residual)
+    for norm in (RMSNorm, GemmaRMSNorm):
+        if norm.__name__ not in op_registry_oot:
+            norm.register_oot(type("Fp32Residual", (Fp32Residual, norm), {}))
 
 
 @contextlib.contextmanager

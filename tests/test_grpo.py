@@ -572,7 +572,7 @@ def parse(monkeypatch, *flags):
     ("--eval-every -1", ["--eval-every -1", "at least 0"]),
     ("--eval-samples -1", ["--eval-samples -1", "at least 0"]),
     ("--eval-samples 4 --eval-every 0", ["--eval-samples 4", "with --eval-every"]),
-    ("--advantage.overlong-buffer 512 --rollout.max-response-tokens 512", ["--advantage.overlong-buffer 512", "below"]),
+    ("--advantage.overlong-buffer 9 --rollout.max-response-tokens 8", ["--advantage.overlong-buffer 9", "at most"]),
     ("--group-size 1 --advantage.baseline batch --resample-tries 2", ["--resample-tries 2", "must be 1 with groups"]),
     ("--optim.betas 0.9 1.5", ["--optim.betas 0.9 1.5", "[0, 1)", "0.98"]),
     ("--nonsense 3", ["--nonsense"]),

@@ -506,8 +506,9 @@ def test_a_row_moves_to_a_device_as_a_whole():
     assert VOCAB_SIZE > row.tokens.max()
 
 
-def test_extreme_rows_are_as_long_as_the_budget_allows_and_a_short_one():
-    full, short = BatchConfig(tokens_per_row=30).extreme_rows(8)
-    assert len(full.tokens) == 24 and full.cu_seqlens.tolist() == [0, 8, 16, 24] and full.num_response_tokens == 21
-    assert sorted(short.cu_seqlens.diff().tolist()) == [2, 3] and short.num_response_tokens == 3
-    assert len(BatchConfig(tokens_per_row=30).extreme_rows(31)[0].tokens) == 31
+def test_rows_of_all_sizes_go_from_a_full_one_to_an_empty_one():
+    *rows, empty = BatchConfig(tokens_per_row=45).rows_of_all_sizes(8)
+    assert [row.cu_seqlens.tolist() for row in rows] == [[0, 8, 16, 24, 32, 40], [0, 8, 16], [0, 8]]
+    assert [row.num_response_tokens for row in rows] == [35, 14, 7]
+    assert len(empty.tokens) == 1 and empty.num_response_tokens == 0 and not empty.source
+    assert [len(row.tokens) for row in BatchConfig(tokens_per_row=30).rows_of_all_sizes(31)] == [31, 1]

@@ -551,11 +551,12 @@ class Bf16Engine(VllmEngine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gemma3"])
 def test_in_bf16_a_residual_stream_in_fp32_brings_the_engine_nearer_to_the_exact_policy(tmp_path, kind):
     """Distance to the same weights computed in fp32, over 4,096 sampled tokens. In a process of its own each, since the
     engine's layers are replaced for the whole process."""
-    path = save_tiny(tmp_path, kind, num_hidden_layers=12, max_position_embeddings=512)
+    extra = dict(layer_types=["sliding_attention", "full_attention"] * 6) if kind == "gemma3" else {}
+    path = save_tiny(tmp_path, kind, num_hidden_layers=12, max_position_embeddings=512, **extra)
     config = RolloutConfig(max_response_tokens=64, ignore_eos=True)
 
     def distance(fp32_residual):
@@ -579,3 +580,40 @@ def test_in_bf16_a_residual_stream_in_fp32_brings_the_engine_nearer_to_the_exact
 
     with_it, without = distance(True), distance(False)
     assert 1e-3 < with_it < 0.85 * without
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Olmo2", "Phi"])
+def test_a_model_that_vllm_takes_from_transformers_leaves_the_trainers_alone(tmp_path, kind):
+    """vLLM decorates the class itself; the trainer's model then lacked do_not_compile in its first forward."""
+    import transformers
+
+    sizes = dict(vocab_size=14, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
+    config = getattr(transformers, f"{kind}Config")(**sizes, pad_token_id=0, bos_token_id=None, eos_token_id=EOS)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+
+    def job():
+        policy = load_policy(str(tmp_path), init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)))
+        use_packed_attention(policy)
+        sizes = dict(max_prompt_tokens=16, num_samples=4, stop_ids=[EOS])
+        engine = VllmEngine(str(tmp_path), RolloutConfig(max_response_tokens=8), **sizes)
+        with engine.awake():
+            sync_weights(policy, engine, **FP32)
+            rollouts = engine.generate(PROMPTS, 1, seed=0)
+        row = pack([sequence(r.prompt_ids, r.response_ids, reported=r.logprobs) for r in rollouts], 1 << 20)[0]
+        logprobs, _ = token_logprobs(policy, row)
+        return (logprobs - row.fields["reported"])[row.fields["response_mask"]].abs().max().item()
+
+    with lab(1, lambda: None) as on_ranks:
+        assert on_ranks(lambda _: job())[0] < 1e-4
+
+
+def test_on_a_gpu_the_engine_is_asked_for_it_unless_its_weights_have_8_bits(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(VllmEngine, "_build", lambda self, path, seed: setattr(self, "on_gpu", True))
+    sizes = dict(max_prompt_tokens=8, num_samples=4, stop_ids=[EOS])
+    for setting, expected in ((dict(), True), (dict(kv_cache_dtype="fp8"), True), (dict(quantization="fp8"), False)):
+        engine = VllmEngine("", RolloutConfig(**setting), **sizes)
+        assert engine.fp32_residual is expected
+        assert engine._arguments()["additional_config"] == {"fp32_residual": expected}
