@@ -1,8 +1,8 @@
 """Checkpoints: what is loaded is what was saved, at any number of ranks, or the one before; exports for others."""
 
 import json
-import os
 import multiprocessing
+import os
 import random
 import re
 import resource

@@ -139,10 +139,10 @@ def test_template_options_reach_the_template(make_tokenizer):
 def test_what_a_chat_template_cannot_do_is_said_in_one_line(make_tokenizer):
     rows = [{"prompt": QUESTION, "answer": "3"}]
     with pytest.raises(
-        ValueError, match="x: the model's chat template refuses a prompt .System role not supported"
+        ValueError, match="^x: the model's chat template refuses a prompt .System role not supported"
     ):
         to_prompts(rows, make_tokenizer(), DataConfig(system_prompt="refused"), "x")
-    with pytest.raises(ValueError, match="x: chat messages or a --data.system-prompt need a chat template"):
+    with pytest.raises(ValueError, match="^x: chat messages or a --data.system-prompt need a chat template"):
         to_prompts(rows, make_tokenizer(None), DataConfig(system_prompt="be brief"), "x")
 
 
@@ -155,7 +155,7 @@ def test_prompts_over_the_limit_are_dropped_and_counted_or_refused_before_anythi
     prompts = to_prompts(LONG, tokenizer, DataConfig(max_prompt_tokens=8), "x")
     assert [len(p.prompt_ids) for p in prompts] == [6, 5, 8, 4]
     assert capsys.readouterr().out == "data: x: 2 of 6 prompts exceed --data.max-prompt-tokens 8 and are dropped\n"
-    refused = "x: 2 of 6 prompts exceed --data.max-prompt-tokens 8; the longest has 4003 tokens: raise the limit"
+    refused = "^x: 2 of 6 prompts exceed --data.max-prompt-tokens 8; the longest has 4003 tokens: raise the limit"
     with pytest.raises(ValueError, match=f"{refused} or use --data.long-prompts drop$"):
         to_prompts(LONG, tokenizer, DataConfig(max_prompt_tokens=8, long_prompts="refuse"), "x")
     with pytest.raises(ValueError, match="6 of 6 prompts exceed .* raise the limit$"):
@@ -170,7 +170,7 @@ def test_only_the_first_rank_reports_what_was_dropped(make_tokenizer, capsys, mo
 
 def test_an_empty_prompt_is_refused(make_tokenizer):
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="x: has an empty prompt"):
+    with pytest.raises(ValueError, match="^x: has an empty prompt"):
         to_prompts([{"prompt": "", "answer": "3"}], make_tokenizer(template), DataConfig(), "x")
 
 
@@ -248,7 +248,7 @@ def test_hub_names_may_have_a_subset_and_problems_are_errors_of_the_setting(monk
     read_rows("some/set", "train")
     assert asked == [("openai/gsm8k", "main", "test"), ("some/set", None, "train")]
     with pytest.raises(
-        ValueError, match="no/such: not a .jsonl or .parquet file, and not on the Hub .not found"
+        ValueError, match="^no/such: not a .jsonl or .parquet file, and not on the Hub .not found"
     ):
         read_rows("no/such", "train")
 

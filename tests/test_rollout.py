@@ -30,6 +30,14 @@ PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10], [11], [4, 4, 4, 4]]
 FP32 = dict(dtype=torch.float32)
 
 
+def differences(policy, rollouts, temperature=1.0):
+    """The trainer's log-probabilities less those that the engine reports, at all response tokens: [R]."""
+    row = pack([sequence(r.prompt_ids, r.response_ids, reported=r.logprobs) for r in rollouts], 1 << 20)[0]
+    with torch.no_grad():
+        logprobs, _ = token_logprobs(policy, row, temperature=temperature)
+    return (logprobs - row.fields["reported"])[row.fields["response_mask"]]
+
+
 class Kept:
     """What a rank keeps: a trainer's policy and an engine of each kind of model."""
 
@@ -73,11 +81,7 @@ class Kept:
 
     def gap(self, rollouts, kind="qwen2", temperature=0.7):
         """Largest difference between the log-probabilities that the engine reports and the trainer's."""
-        row = pack([sequence(r.prompt_ids, r.response_ids) for r in rollouts], 1 << 20)[0]
-        with torch.no_grad():
-            logprobs, _ = token_logprobs(self.policies[kind], row, temperature=temperature)
-        order = [rollouts[i].logprobs for i in row.source]
-        return (logprobs[row.fields["response_mask"]] - torch.cat(order)).abs().max().item()
+        return differences(self.policies[kind], rollouts, temperature).abs().max().item()
 
 
 @pytest.fixture(scope="module")
@@ -570,10 +574,7 @@ def test_in_bf16_a_residual_stream_in_fp32_brings_the_engine_nearer_to_the_exact
             engine = Bf16Engine(fp32_residual, path, config, **sizes)
             engine.state = "ready"    # with the file's weights: on CPU bf16 layers are packed and take no others
             rollouts = engine.generate(PROMPTS, 16, seed=0)
-            row = pack([sequence(r.prompt_ids, r.response_ids, reported=r.logprobs) for r in rollouts], 1 << 20)[0]
-            with torch.no_grad():
-                logprobs, _ = token_logprobs(policy, row)
-            return (logprobs - row.fields["reported"])[row.fields["response_mask"]].abs().mean().item()
+            return differences(policy, rollouts).abs().mean().item()
 
         with lab(1, lambda: None) as on_ranks:
             return on_ranks(lambda _: job())[0]
@@ -601,9 +602,7 @@ def test_a_model_that_vllm_takes_from_transformers_leaves_the_trainers_alone(tmp
         with engine.awake():
             sync_weights(policy, engine, **FP32)
             rollouts = engine.generate(PROMPTS, 1, seed=0)
-        row = pack([sequence(r.prompt_ids, r.response_ids, reported=r.logprobs) for r in rollouts], 1 << 20)[0]
-        logprobs, _ = token_logprobs(policy, row)
-        return (logprobs - row.fields["reported"])[row.fields["response_mask"]].abs().max().item()
+        return differences(policy, rollouts).abs().max().item()
 
     with lab(1, lambda: None) as on_ranks:
         assert on_ranks(lambda _: job())[0] < 1e-4
