@@ -1,11 +1,14 @@
-"""Group advantages, generalised advantage estimation, and a cache that cannot return yesterday's advantages.
+"""Group advantages, generalised advantage estimation, and a cache that cannot return yesterday's
+advantages.
 
-The problem. A reward says how good a response is; the gradient needs how much better it is than expected. GRPO compares
-each response with its siblings: G samples of one prompt form a group, and no critic is needed. PPO asks a critic, token
-by token. Both are a few lines, and both go wrong in silence: statistics over the batch instead of the group (answers to
-an easy prompt all look good), a NaN from the deviation of identical rewards, a reward that lands on a pad.
+The problem. A reward says how good a response is; the gradient needs how much better it is than
+expected. GRPO compares each response with its siblings: G samples of one prompt form a group, and
+no critic is needed. PPO asks a critic, token by token. Both are a few lines, and both go wrong in
+silence: statistics over the batch instead of the group (answers to an easy prompt all look good), a
+NaN from the deviation of identical rewards, a reward that lands on a pad.
 
-How it works. Groups are rows of a matrix [P, G], P prompts and G samples per prompt, so that a group cannot be torn:
+How it works. Groups are rows of a matrix [P, G], P prompts and G samples per prompt, so that a
+group cannot be torn:
     rewards             1 1 1 1            0 0 0 1
     baseline group      0 0 0 0            -.25 -.25 -.25 .75        (GRPO without std = Dr. GRPO)
     / std (ddof 1)      0 0 0 0            -.5 -.5 -.5 1.5           (GRPO)
@@ -13,16 +16,18 @@ How it works. Groups are rows of a matrix [P, G], P prompts and G samples per pr
     batch               .375 (x4)          -.625 (x3) .375           (REINFORCE with the batch mean)
 A group without spread gives exactly 0: its deviations are 0 before anything is divided.
 
-GAE runs backwards over the response tokens of each sequence in a packed row; masked tokens between two response tokens
-(a tool's output) are no transitions and are skipped. The value after the last response token is 0.
+GAE runs backwards over the response tokens of each sequence in a packed row; masked tokens between
+two response tokens (a tool's output) are no transitions and are skipped. The value after the last
+response token is 0.
     delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        return_t = A_t + V_t
     rewards 0 0 1, values 0, gamma 1, lam .5   ->   A = .25 .5 1
 
 Shapes: P prompts, G samples per prompt, N tokens in a row, S sequences in a row.
-What we give up: GAE is a host loop over the longest response, vectorised over sequences; a scan kernel would be faster
-for very long responses. For 512 responses of 1,024 tokens it takes some 50 ms on one CPU core.
-Sources: Shao 2024 (GRPO, arXiv:2402.03300), Liu 2025 (Dr. GRPO, arXiv:2503.20783), Ahmadian 2024 (RLOO,
-arXiv:2402.14740), Schulman 2016 (GAE, arXiv:1506.02438, eq. 16), Yu 2025 (DAPO, arXiv:2503.14476).
+What we give up: GAE is a host loop over the longest response, vectorised over sequences; a scan
+kernel would be faster for very long responses. For 512 responses of 1,024 tokens it takes some 50
+ms on one CPU core. Sources: Shao 2024 (GRPO, arXiv:2402.03300), Liu 2025 (Dr. GRPO,
+arXiv:2503.20783), Ahmadian 2024 (RLOO, arXiv:2402.14740), Schulman 2016 (GAE, arXiv:1506.02438, eq.
+16), Yu 2025 (DAPO, arXiv:2503.14476).
 """
 
 from __future__ import annotations
@@ -45,11 +50,17 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class AdvantageConfig:
     baseline: Literal["group", "leave_one_out", "batch"] = "group"
-    """What a reward is compared with: the mean of its group (GRPO), its siblings (RLOO) or the batch (REINFORCE)."""
+    """What a reward is compared with: the mean of its group (GRPO), its siblings (RLOO) or the
+    batch (REINFORCE).
+    """
     scale_by_std: bool = True
-    """Divide by the standard deviation of the group (of the batch with baseline batch); off: Dr. GRPO."""
+    """Divide by the standard deviation of the group (of the batch with baseline batch); off: Dr.
+    GRPO.
+    """
     overlong_buffer: int = 0
-    """Responses in the last this many tokens before the limit lose up to overlong_weight of reward; 0: off."""
+    """Responses in the last this many tokens before the limit lose up to overlong_weight of reward;
+    0: off.
+    """
     overlong_weight: float = 1.0
     """Reward lost by a response that reaches the limit."""
     mask_truncated: bool = False
@@ -72,7 +83,9 @@ class GaeConfig:
     whiten: bool = True
     """Shift and scale the advantages of a batch to mean 0 and deviation 1, over all ranks."""
     kl_coef: float = 0.0
-    """Weight of the KL to the reference as a penalty in each token's reward (--loss.kl-coef: in the loss); 0: off."""
+    """Weight of the KL to the reference as a penalty in each token's reward (--loss.kl-coef: in the
+    loss); 0: off.
+    """
     kl_target: float = 0.0
     """Steer kl_coef so that this KL, in nats per token, comes out; 0: kl_coef is fixed."""
     kl_horizon: int = 10_000
@@ -83,7 +96,11 @@ class GaeConfig:
             raise ValueError(
                 f"--gae.gamma {self.gamma}, --gae.gae-lambda {self.gae_lambda}: must be in [0, 1]; try 1 and 0.95"
             )
-        if min(self.kl_coef, self.kl_target) < 0 or self.kl_horizon < 1 or (self.kl_target and not self.kl_coef):
+        if (
+            min(self.kl_coef, self.kl_target) < 0
+            or self.kl_horizon < 1
+            or (self.kl_target and not self.kl_coef)
+        ):
             raise ValueError(
                 f"--gae.kl-coef {self.kl_coef}, --gae.kl-target {self.kl_target}, --gae.kl-horizon {self.kl_horizon}: "
                 "at least 0, 0 and 1, and a target needs a coefficient to start from; try 0.05, 0.01 and 10000"
@@ -98,18 +115,23 @@ def group_advantages(
     epsilon: float = 1e-6,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """(reward - baseline) / (std + epsilon), [P, G] -> [P, G]; exactly 0 for a group whose rewards are all equal.
+    """(reward - baseline) / (std + epsilon), [P, G] -> [P, G]; exactly 0 for a group whose rewards
+    are all equal.
 
-    std is the sample deviation (ddof 1). baseline "batch" takes mean and deviation over all prompts of all ranks of
-    `group` (collective; P may differ between ranks and be 0). Raises ValueError for G < 2 unless baseline is "batch".
+    std is the sample deviation (ddof 1). baseline "batch" takes mean and deviation over all prompts
+    of all ranks of `group` (collective; P may differ between ranks and be 0). Raises ValueError for
+    G < 2 unless baseline is "batch".
     """
     num_prompts, group_size = rewards.shape
     if group_size < 2 and baseline != "batch":
-        raise ValueError(f"group size {group_size}: a group baseline needs at least 2 samples per prompt; try 8")
+        raise ValueError(
+            f"group size {group_size}: a group baseline needs at least 2 samples per prompt; try 8"
+        )
     if baseline == "batch":
         mean, std = _global_mean_std(rewards, torch.ones_like(rewards, dtype=torch.bool), group)
         return (rewards - mean) / (std + epsilon) if scale_by_std else rewards - mean
-    # Equal rewards must give exactly 0, and a mean of equal floats need not be that float: centre on the first sample.
+    # Equal rewards must give exactly 0, and a mean of equal floats need not be that float: centre
+    # on the first sample.
     shifted = rewards - rewards[:, :1]
     deviations = shifted - shifted.mean(1, keepdim=True)
     std = shifted.std(1, keepdim=True)
@@ -118,8 +140,12 @@ def group_advantages(
     return deviations / (std + epsilon) if scale_by_std else deviations
 
 
-def _global_mean_std(x: Tensor, mask: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (ddof 1) of x over mask and over the ranks of `group`; (0, 0) for nothing."""
+def _global_mean_std(
+    x: Tensor, mask: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation (ddof 1) of x over mask and over the ranks of `group`; (0, 0) for
+    nothing.
+    """
     # Two passes: E[x^2] - E[x]^2 loses all digits when the mean is large against the spread.
     total = torch.stack([torch.where(mask, x, 0.0).double().sum(), mask.sum().double()])
     if dist.is_initialized():
@@ -134,18 +160,28 @@ def _global_mean_std(x: Tensor, mask: Tensor, group: dist.ProcessGroup | None) -
 
 
 def whiten(x: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """(x - mean) / (std + 1e-8) over the masked entries of all ranks, 0 elsewhere: [N], [N] bool -> [N]. Collective."""
+    """(x - mean) / (std + 1e-8) over the masked entries of all ranks, 0 elsewhere: [N], [N] bool ->
+    [N]. Collective.
+    """
     mean, std = _global_mean_std(x, mask, group)
     return torch.where(mask, (x - mean) / (std + 1e-8), 0.0)
 
 
 def token_rewards(
-    scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor, cu_seqlens: Tensor, *, kl_coef: float
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    kl_coef: float,
 ) -> Tensor:
-    """Per-token rewards [N]: -kl_coef (logprobs - ref_logprobs) on response tokens, plus the score on each last one.
+    """Per-token rewards [N]: -kl_coef (logprobs - ref_logprobs) on response tokens, plus the score
+    on each last one.
 
-    scores [S], logprobs and ref_logprobs [N], response_mask [N] bool, cu_seqlens [S+1]. The k1 estimator is right here:
-    in a reward only its value counts, and that is unbiased. A sequence without response tokens gets nothing.
+    scores [S], logprobs and ref_logprobs [N], response_mask [N] bool, cu_seqlens [S+1]. The k1
+    estimator is right here: in a reward only its value counts, and that is unbiased. A sequence
+    without response tokens gets nothing.
     """
     rewards = torch.zeros_like(logprobs)
     if kl_coef:
@@ -154,24 +190,43 @@ def token_rewards(
     num_seen = response_mask.cumsum(0)
     num_at_end = num_seen[cu_seqlens[1:].long() - 1]  # [S]
     at_end = num_at_end.repeat_interleave(cu_seqlens.diff().long(), output_size=len(logprobs))
-    score = scores.to(rewards.dtype).repeat_interleave(cu_seqlens.diff().long(), output_size=len(logprobs))
+    score = scores.to(rewards.dtype).repeat_interleave(
+        cu_seqlens.diff().long(), output_size=len(logprobs)
+    )
     return torch.where(response_mask & (num_seen == at_end), rewards + score, rewards)
 
 
 def gae(
-    rewards: Tensor, values: Tensor, response_mask: Tensor, cu_seqlens: Tensor, *, gamma: float, lam: float
+    rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    gamma: float,
+    lam: float,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages [N] and returns [N] of generalised advantage estimation over packed sequences; 0 outside responses.
+    """Advantages [N] and returns [N] of generalised advantage estimation over packed sequences; 0
+    outside responses.
 
-    rewards [N], values [N] (value of the state before the token), response_mask [N] bool, cu_seqlens [S+1].
+    rewards [N], values [N] (value of the state before the token), response_mask [N] bool,
+    cu_seqlens [S+1].
     """
     num_live = [int(mask.sum()) for mask in response_mask.split(cu_seqlens.diff().tolist())]
-    # One row per sequence, padded, holds the response tokens alone: packed neighbours and masked gaps are gone.
+    # One row per sequence, padded, holds the response tokens alone: packed neighbours and masked
+    # gaps are gone.
     column = torch.arange(max(num_live), device=rewards.device)
-    live = column[None] < torch.tensor(num_live, device=rewards.device)[:, None]  # [S, longest response]
-    r, v = (rewards.new_zeros(live.shape).masked_scatter(live, x[response_mask].to(rewards)) for x in (rewards, values))
-    # Time first, so that a step reads contiguous memory. Behind a response all is 0, and so is what flows into it.
-    advantages = (r - v + gamma * F.pad(v, (0, 1))[:, 1:]).t().contiguous()  # deltas, until the loop has passed
+    live = (
+        column[None] < torch.tensor(num_live, device=rewards.device)[:, None]
+    )  # [S, longest response]
+    r, v = (
+        rewards.new_zeros(live.shape).masked_scatter(live, x[response_mask].to(rewards))
+        for x in (rewards, values)
+    )
+    # Time first, so that a step reads contiguous memory. Behind a response all is 0, and so is what
+    # flows into it.
+    advantages = (
+        (r - v + gamma * F.pad(v, (0, 1))[:, 1:]).t().contiguous()
+    )  # deltas, until the loop has passed
     for now, then in reversed(list(itertools.pairwise(advantages.unbind()))):
         now.add_(then, alpha=gamma * lam)
     out = torch.zeros_like(rewards).masked_scatter(response_mask, advantages.t()[live])
@@ -180,15 +235,20 @@ def gae(
 
 @torch.no_grad()
 def estimate(
-    rows: Sequence[Sequence], config: GaeConfig, kl_coef: float, group: dist.ProcessGroup | None = None
+    rows: Sequence[Sequence],
+    config: GaeConfig,
+    kl_coef: float,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[list[list], dict[str, float]]:
-    """The same rows (of each minibatch) with the fields "advantages" and "returns" [N], and statistics. Collective.
+    """The same rows (of each minibatch) with the fields "advantages" and "returns" [N], and
+    statistics. Collective.
 
-    Rows are dataclasses with cu_seqlens [S+1] and the fields [N] response_mask, scores (of its sequence, on each
-    response token), values, rollout_logprobs, and with a kl_coef old_logprobs and ref_logprobs (packing.PackedRow).
-    Advantages are whitened over all rows of all ranks. Statistics, over the same: critic/vf_explained_var, of values
-    against Monte-Carlo returns (lambda 1), unless all returns are equal; actor/reward_kl_penalty, k1 of
-    KL(old|reference) in nats per token, and its weight, with a kl_coef.
+    Rows are dataclasses with cu_seqlens [S+1] and the fields [N] response_mask, scores (of its
+    sequence, on each response token), values, rollout_logprobs, and with a kl_coef old_logprobs and
+    ref_logprobs (packing.PackedRow). Advantages are whitened over all rows of all ranks.
+    Statistics, over the same: critic/vf_explained_var, of values against Monte-Carlo returns
+    (lambda 1), unless all returns are equal; actor/reward_kl_penalty, k1 of KL(old|reference) in
+    nats per token, and its weight, with a kl_coef.
     """
     everything = list(itertools.chain.from_iterable(rows))
     device, sizes = everything[0].tokens.device, [len(row.tokens) for row in everything]
@@ -196,18 +256,26 @@ def estimate(
     def joined(name: str) -> Tensor:
         return torch.cat([row.fields[name] for row in everything]).cpu()
 
-    # All rows at once and on the host: gae is a loop over tokens, and a GPU would launch a kernel for each.
+    # All rows at once and on the host: gae is a loop over tokens, and a GPU would launch a kernel
+    # for each.
     offsets = itertools.accumulate(sizes, initial=0)
-    edges = [row.cu_seqlens.cpu()[:-1] + start for row, start in zip(everything, offsets, strict=False)]
+    edges = [
+        row.cu_seqlens.cpu()[:-1] + start for row, start in zip(everything, offsets, strict=False)
+    ]
     edges = torch.cat([*edges, torch.tensor([sum(sizes)], dtype=torch.int32)])
     mask, values = joined("response_mask"), joined("values")
     logprobs = joined("old_logprobs" if kl_coef else "rollout_logprobs")
     ref_logprobs = joined("ref_logprobs") if kl_coef else logprobs
     scores = joined("scores")[edges[1:].long() - 1]  # [S]
     rewards = token_rewards(scores, logprobs, ref_logprobs, mask, edges, kl_coef=kl_coef)
-    advantages, returns = gae(rewards, values, mask, edges, gamma=config.gamma, lam=config.gae_lambda)
-    # With values of 0 a return is a plain sum: A + V would round, and equal returns would not be equal.
-    monte_carlo, _ = gae(rewards, torch.zeros_like(values), mask, edges, gamma=config.gamma, lam=1.0)
+    advantages, returns = gae(
+        rewards, values, mask, edges, gamma=config.gamma, lam=config.gae_lambda
+    )
+    # With values of 0 a return is a plain sum: A + V would round, and equal returns would not be
+    # equal.
+    monte_carlo, _ = gae(
+        rewards, torch.zeros_like(values), mask, edges, gamma=config.gamma, lam=1.0
+    )
     explained, stats = explained_variance(values, monte_carlo, mask, group), {}
     if not math.isnan(explained):
         stats["critic/vf_explained_var"] = explained
@@ -216,11 +284,15 @@ def estimate(
         stats |= {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": kl_coef}
     if config.whiten:
         advantages = whiten(advantages, mask, group)
-    made = iter(zip(advantages.to(device).split(sizes), returns.to(device).split(sizes), strict=True))
+    made = iter(
+        zip(advantages.to(device).split(sizes), returns.to(device).split(sizes), strict=True)
+    )
 
     def extended(row):
         advantages, returns = next(made)
-        return dataclasses.replace(row, fields=row.fields | {"advantages": advantages, "returns": returns})
+        return dataclasses.replace(
+            row, fields=row.fields | {"advantages": advantages, "returns": returns}
+        )
 
     return [[extended(row) for row in minibatch] for minibatch in rows], stats
 
@@ -228,9 +300,11 @@ def estimate(
 def explained_variance(
     values: Tensor, returns: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None
 ) -> float:
-    """1 - Var(returns - values) / Var(returns) over the masked entries of all ranks: [N], [N], [N] bool. Collective.
+    """1 - Var(returns - values) / Var(returns) over the masked entries of all ranks: [N], [N], [N]
+    bool. Collective.
 
-    1: the values are the returns up to a constant; 0: no better than a constant; nan where all returns are equal.
+    1: the values are the returns up to a constant; 0: no better than a constant; nan where all
+    returns are equal.
     """
     _, left = _global_mean_std(returns - values, mask, group)
     _, spread = _global_mean_std(returns, mask, group)
@@ -238,10 +312,11 @@ def explained_variance(
 
 
 class KlController:
-    """The weight of the KL penalty: fixed, or steered to a target by Ziegler's rule (as a Stateful, to be resumed).
+    """The weight of the KL penalty: fixed, or steered to a target by Ziegler's rule (as a Stateful,
+    to be resumed).
 
-    coef <- coef x (1 + clip(kl / target - 1, -0.2, 0.2) x responses / horizon). Source: Ziegler 2019
-    (arXiv:1909.08593), section 2.2.
+    coef <- coef x (1 + clip(kl / target - 1, -0.2, 0.2) x responses / horizon). Source: Ziegler
+    2019 (arXiv:1909.08593), section 2.2.
     """
 
     def __init__(self, config: GaeConfig):
@@ -264,7 +339,8 @@ class KlController:
 
 
 def overlong_penalty(lengths: Tensor, limit: int, *, buffer: int, weight: float) -> Tensor:
-    """0 up to limit - buffer tokens, then falling linearly to -weight at the limit; the shape of `lengths`, fp32.
+    """0 up to limit - buffer tokens, then falling linearly to -weight at the limit; the shape of
+    `lengths`, fp32.
 
     buffer 0: no penalty at all. Source: DAPO's soft overlong punishment, eq. 13.
     """
@@ -276,8 +352,8 @@ def overlong_penalty(lengths: Tensor, limit: int, *, buffer: int, weight: float)
 class AdvantageCache(Generic[T]):
     """The advantages of one batch of rollouts, computed once and read by every epoch and minibatch.
 
-    It holds one entry. A new key evicts the old one, so a new batch of rollouts can never be trained with the
-    advantages of an earlier one, however often the loop asks.
+    It holds one entry. A new key evicts the old one, so a new batch of rollouts can never be
+    trained with the advantages of an earlier one, however often the loop asks.
     """
 
     def __init__(self):

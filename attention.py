@@ -1,25 +1,29 @@
 """Attention over packed rows: a token sees its own sequence's past and nothing else.
 
-The problem. Sequences packed into one row must not see each other. Restarting position ids alone does not do it: rotary
-positions and attention boundaries are two things, and a model trained with one of them memorises its neighbours. In
-Transformers it is easy to lose the boundary in silence: an all-ones mask, `use_cache` left on, or flash arguments given
-to the sdpa path each make the difference between a sequence alone and in a row about 2 instead of 1e-6. And the mask
-that would be right costs N x N entries: 4 GiB at N = 65,536.
+The problem. Sequences packed into one row must not see each other. Restarting position ids alone
+does not do it: rotary positions and attention boundaries are two things, and a model trained with
+one of them memorises its neighbours. In Transformers it is easy to lose the boundary in silence: an
+all-ones mask, `use_cache` left on, or flash arguments given to the sdpa path each make the
+difference between a sequence alone and in a row about 2 instead of 1e-6. And the mask that would be
+right costs N x N entries: 4 GiB at N = 65,536.
 
-How it works. One attention function, registered under one name, with two backends and no mask at all:
+How it works. One attention function, registered under one name, with two backends and no mask at
+all:
     GPU   torch's variable-length kernel; cu_seqlens [S+1] on the device, the longest length on the host: no device sync
     CPU   sequences of equal length are gathered into a batch: one causal scaled_dot_product_attention call per length
           (a loop over slices of the row would make the backward quadratic in S)
-Boundaries travel as the model's own flash-attention keyword arguments (`cu_seq_lens_q`, `max_length_q`), so gradient
-checkpointing hands them to the recomputed forward as well. If they do not arrive, it raises; and a model that mixes
-tokens by anything else than this function (convolutions, recurrent states, its own attention) is refused.
+Boundaries travel as the model's own flash-attention keyword arguments (`cu_seq_lens_q`,
+`max_length_q`), so gradient checkpointing hands them to the recomputed forward as well. If they do
+not arrive, it raises; and a model that mixes tokens by anything else than this function
+(convolutions, recurrent states, its own attention) is refused.
 
     row        a a a | b b            cu_seqlens 0 3 5
     attention  a sees a; b sees b     scores 3x3 and 2x2, not 5x5
 
-Shapes: N tokens in a row, S sequences, H query heads, K key/value heads, D head size; a model's are [1, heads, N, D].
-What we give up: attention sinks, soft-caps of attention scores, chunked attention (all refused); context parallelism.
-Source: FlashAttention-2 varlen (Dao 2023, arXiv:2307.08691), as torch.nn.attention.varlen.
+Shapes: N tokens in a row, S sequences, H query heads, K key/value heads, D head size; a model's are
+[1, heads, N, D]. What we give up: attention sinks, soft-caps of attention scores, chunked attention
+(all refused); context parallelism. Source: FlashAttention-2 varlen (Dao 2023, arXiv:2307.08691), as
+torch.nn.attention.varlen.
 """
 
 from __future__ import annotations
@@ -35,16 +39,19 @@ SUITABLE = "a model of full or sliding-window attention (Llama, Qwen2, Qwen3, Mi
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """The Transformers `model` computes attention by `packed_attention` from now on; its forward needs the boundaries:
-    `model(tokens[None], position_ids=position_ids[None], use_cache=False, cu_seq_lens_q=cu_seqlens,
-    cu_seq_lens_k=cu_seqlens, max_length_q=max_seqlen, max_length_k=max_seqlen)`.
+    """The Transformers `model` computes attention by `packed_attention` from now on; its forward
+    needs the boundaries: `model(tokens[None], position_ids=position_ids[None], use_cache=False,
+    cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=max_seqlen,
+    max_length_k=max_seqlen)`.
 
-    Raises ValueError for a model in which tokens reach each other by other ways than this attention.
+    Raises ValueError for a model in which tokens reach each other by other ways than this
+    attention.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    # What is not routed through the interface would run as before, over the whole row, and say nothing.
+    # What is not routed through the interface would run as before, over the whole row, and say
+    # nothing.
     layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     layer_types -= {"full_attention", "sliding_attention"}
     if layer_types or model._is_stateful or not model._supports_attention_backend:
@@ -76,17 +83,24 @@ def packed_attention(
     max_length_q: int | None = None,
     **_,
 ) -> tuple[Tensor, None]:
-    """softmax(Q K^T scaling) V within each sequence, causal: [1, H, N, D] and twice [1, K, N, D] -> [1, N, H, D].
+    """softmax(Q K^T scaling) V within each sequence, causal: [1, H, N, D] and twice [1, K, N, D] ->
+    [1, N, H, D].
 
-    `sliding_window` w: a token sees itself and the w - 1 tokens before it. Raises ValueError when the boundaries are
-    missing, and for what neither backend computes (a score soft-cap, attention sinks, a mask, more than one row).
+    `sliding_window` w: a token sees itself and the w - 1 tokens before it. Raises ValueError when
+    the boundaries are missing, and for what neither backend computes (a score soft-cap, attention
+    sinks, a mask, more than one row).
     """
     if cu_seq_lens_q is None:
         raise ValueError(
             f"{type(module).__name__} got no cu_seq_lens_q: pass the row's cu_seqlens to the model's forward; a model "
             "class that drops keyword arguments cannot be trained on packed rows"
         )
-    if softcap is not None or s_aux is not None or attention_mask is not None or query.shape[0] != 1:
+    if (
+        softcap is not None
+        or s_aux is not None
+        or attention_mask is not None
+        or query.shape[0] != 1
+    ):
         raise ValueError(
             f"{type(module).__name__}: packed attention takes one row without a mask, and has no soft-cap or attention "
             f"sinks; use {SUITABLE}"
@@ -101,12 +115,25 @@ def _varlen_attention(query, key, value, scaling, window, cu_seqlens, max_seqlen
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
     gqa = {}
     if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.13; 2.11 wants the heads repeated
+        if (
+            "enable_gqa" in inspect.signature(varlen_attn).parameters
+        ):  # torch 2.13; 2.11 wants the heads repeated
             gqa = {"enable_gqa": True}
         else:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     size = (window - 1 if window else -1, 0)
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scaling, window_size=size, **gqa)
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        scale=scaling,
+        window_size=size,
+        **gqa,
+    )
     return out[None]
 
 
@@ -116,10 +143,15 @@ def _segment_attention(query, key, value, scaling, window, cu_seqlens, max_seqle
     by_length: dict[int, list[int]] = {}
     for start, length in zip(starts, lengths, strict=False):
         by_length.setdefault(length, []).append(start)
-    # Sequences of one length become one batch; two gathers in all, instead of a kernel call per sequence.
-    grouped = torch.cat([(torch.tensor(s)[:, None] + torch.arange(n)).flatten() for n, s in by_length.items()])
+    # Sequences of one length become one batch; two gathers in all, instead of a kernel call per
+    # sequence.
+    grouped = torch.cat(
+        [(torch.tensor(s)[:, None] + torch.arange(n)).flatten() for n, s in by_length.items()]
+    )
     sizes = [n * len(s) for n, s in by_length.items()]
-    q, k, v = (x[0].transpose(0, 1)[grouped].split(sizes) for x in (query, key, value))  # [tokens of a group, heads, D]
+    q, k, v = (
+        x[0].transpose(0, 1)[grouped].split(sizes) for x in (query, key, value)
+    )  # [tokens of a group, heads, D]
     outputs = []
     for n, *parts in zip(by_length, q, k, v, strict=True):
         batch = [x.unflatten(0, (-1, n)).transpose(1, 2) for x in parts]  # [sequences, heads, n, D]

@@ -1,18 +1,20 @@
 """Saving and resuming a run, and exporting its model for everybody else.
 
-The problem. A checkpoint is written while the machine may die: a half-written directory under the final name is worse
-than none. It must hold everything that decides the next step (weights, optimizer moments, position in the data,
-generators), in shards, because no rank has room for the whole model, and it must load on another number of ranks.
+The problem. A checkpoint is written while the machine may die: a half-written directory under the
+final name is worse than none. It must hold everything that decides the next step (weights,
+optimizer moments, position in the data, generators), in shards, because no rank has room for the
+whole model, and it must load on another number of ranks.
 
-How it works. Each rank writes its own shards with torch.distributed.checkpoint (DCP) into a directory with a temporary
-name; when all are done, rank 0 renames it: a checkpoint exists completely or not at all. What belongs to one rank
-(generator state) or is the same on all (counters) is a small file per rank. The newest complete directory wins:
+How it works. Each rank writes its own shards with torch.distributed.checkpoint (DCP) into a
+directory with a temporary name; when all are done, rank 0 renames it: a checkpoint exists
+completely or not at all. What belongs to one rank (generator state) or is the same on all
+(counters) is a small file per rank. The newest complete directory wins:
     runs/x/checkpoints/step-000040/  {.metadata, __0_0.distcp, ..., rank0.pt}
     runs/x/checkpoints/.step-000060/  the run died here; ignored, and removed by the next save
 All hosts must see the same directory.
 
-The export is a Hugging Face directory: full tensors come in buckets (from reshard.iter_full_params) and go to files of
-at most `max_shard_bytes`, so that no rank holds a 7 B model's 15 GB.
+The export is a Hugging Face directory: full tensors come in buckets (from reshard.iter_full_params)
+and go to files of at most `max_shard_bytes`, so that no rank holds a 7 B model's 15 GB.
 
 What we give up: asynchronous saves (one in five runs of DCP's aborted a rank).
 Source: torch.distributed.checkpoint; the safetensors index format of Transformers.
@@ -48,7 +50,8 @@ class RunConfig:
     output_dir: str = "runs"
     """Directory of all runs."""
     name: str = "run"
-    """The run's own directory in it; an earlier run of that name is renamed, unless it is resumed."""
+    """The run's own directory in it; an earlier run of that name is renamed, unless it is resumed.
+    """
     save_every: int = 0
     """Save the training state every this many steps, and at the end; 0: never."""
     keep: int = 2
@@ -58,9 +61,13 @@ class RunConfig:
 
     def __post_init__(self):
         if self.name in ("", ".", "..") or "/" in self.name:
-            raise ValueError(f"--name {self.name!r}: must be the name of a directory in --output-dir; try run")
+            raise ValueError(
+                f"--name {self.name!r}: must be the name of a directory in --output-dir; try run"
+            )
         if self.save_every < 0 or self.keep < 1:
-            raise ValueError(f"--save-every {self.save_every}: at least 0 (off); --keep {self.keep}: at least 1")
+            raise ValueError(
+                f"--save-every {self.save_every}: at least 0 (off); --keep {self.keep}: at least 1"
+            )
 
     @property
     def directory(self) -> Path:
@@ -69,34 +76,51 @@ class RunConfig:
     def open(self, settings: Any, *model_paths: str) -> None:
         """Make the run's directory and write `settings` (a dataclass) to config.json. Rank 0 only.
 
-        Nothing is overwritten: the directory of an earlier run of this name, unless resumed, gets the next free number.
-        Raises ValueError if that run is still at work, if one of the models lies in its directory, and for a resume
-        without a saved state.
+        Nothing is overwritten: the directory of an earlier run of this name, unless resumed, gets
+        the next free number. Raises ValueError if that run is still at work, if one of the models
+        lies in its directory, and for a resume without a saved state.
         """
         for path in model_paths:
             if self.directory.resolve() in Path(path).resolve().parents:
-                raise ValueError(f"--model {path}: lies in the directory of this run; give another --name")
+                raise ValueError(
+                    f"--model {path}: lies in the directory of this run; give another --name"
+                )
         if self.resume and not _complete(self.directory / "checkpoints"):
             where = self.directory / "checkpoints"
-            raise ValueError(f"--resume: there is no saved state in {where}; leave it out, and set --save-every")
+            raise ValueError(
+                f"--resume: there is no saved state in {where}; leave it out, and set --save-every"
+            )
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock()
         if not self.resume and (self.directory / "config.json").exists():
-            number = next(n for n in itertools.count(1) if not Path(f"{self.directory}.{n}").exists())
+            number = next(
+                n for n in itertools.count(1) if not Path(f"{self.directory}.{n}").exists()
+            )
             self.directory.rename(f"{self.directory}.{number}")
-            print(f"{self.directory}: the earlier run of this name is now {self.directory}.{number}", flush=True)
+            print(
+                f"{self.directory}: the earlier run of this name is now {self.directory}.{number}",
+                flush=True,
+            )
             self.directory.mkdir()
             self._lock()
         known = json.loads(json.dumps(asdict(settings)))
         known.get("run", {}).update(resume=False)  # --config of this file starts a new run
         if self.resume and (self.directory / "config.json").exists():
             earlier = json.loads((self.directory / "config.json").read_text())
-            for name, flag in (("seed", "--seed"), ("data_paths", "--data"), ("model_path", "--model")):
+            for name, flag in (
+                ("seed", "--seed"),
+                ("data_paths", "--data"),
+                ("model_path", "--model"),
+            ):
                 if (made := earlier.get(name)) != known.get(name):
-                    raise ValueError(f"--resume: {self.directory} was made with {flag} {made}; give the same")
+                    raise ValueError(
+                        f"--resume: {self.directory} was made with {flag} {made}; give the same"
+                    )
             saved = int(_complete(self.directory / "checkpoints")[-1].name.removeprefix("step-"))
             if saved > known.get("num_steps", saved):
-                raise ValueError(f"--num-steps {known['num_steps']}: {self.directory} has {saved} already; give more")
+                raise ValueError(
+                    f"--num-steps {known['num_steps']}: {self.directory} has {saved} already; give more"
+                )
         (self.directory / "config.json").write_text(json.dumps(known, indent=2))
 
     def _lock(self) -> None:
@@ -106,20 +130,25 @@ class RunConfig:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             who = f"process {(self.directory / 'lock').read_text().strip() or '?'}"
-            raise ValueError(f"--name {self.name}: {who} is at work there; end it or give another one") from error
+            raise ValueError(
+                f"--name {self.name}: {who} is at work there; end it or give another one"
+            ) from error
         os.pwrite(held, f"{os.getpid()} on {os.uname().nodename}".ljust(99).encode(), 0)
 
 
 def from_json(default: Any, values: Mapping[str, Any]) -> Any:
-    """The dataclass `default` with `values`, as json made them of asdict(...): nested dataclasses and tuples restored.
+    """The dataclass `default` with `values`, as json made them of asdict(...): nested dataclasses
+    and tuples restored.
 
-    Values that are left out stay as in `default`. Raises ValueError for a name that is no field, and as the dataclasses
-    themselves do.
+    Values that are left out stay as in `default`. Raises ValueError for a name that is no field,
+    and as the dataclasses themselves do.
     """
     known = {}
     for name, value in values.items():
         if name not in {field.name for field in fields(default)}:
-            raise ValueError(f"{type(default).__name__} has no setting {name!r}: written by another version?")
+            raise ValueError(
+                f"{type(default).__name__} has no setting {name!r}: written by another version?"
+            )
         old = getattr(default, name)
         if is_dataclass(old):
             value = from_json(old, value)
@@ -128,8 +157,9 @@ def from_json(default: Any, values: Mapping[str, Any]) -> Any:
 
 
 def command_line(default: Any, built_in: Mapping[str, Any], description: str) -> Any:
-    """The settings by sys.argv over `default`'s: with --config FILE over an earlier run's config.json, without --model
-    over `built_in`. A refused setting is one line "error: ..." and exit code 2.
+    """The settings by sys.argv over `default`'s: with --config FILE over an earlier run's
+    config.json, without --model over `built_in`. A refused setting is one line "error: ..." and
+    exit code 2.
     """
     import tyro
 
@@ -142,7 +172,9 @@ def command_line(default: Any, built_in: Mapping[str, Any], description: str) ->
     try:
         if earlier.config is not None:
             if not earlier.config.is_file():
-                raise ValueError(f"--config {earlier.config}: no such file; give an earlier run's config.json")
+                raise ValueError(
+                    f"--config {earlier.config}: no such file; give an earlier run's config.json"
+                )
             default = from_json(default, _read_settings(earlier.config))
         elif peek.parse_known_args(argv)[0].model == "built-in":
             default = from_json(default, built_in)
@@ -158,8 +190,12 @@ def command_line(default: Any, built_in: Mapping[str, Any], description: str) ->
     except SystemExit as stop:
         if not stop.code:
             raise
-        message = " ".join(re.sub(r"[^\x21-\x7e]+", " ", printed.getvalue()).split())  # without tyro's frame
-        message = re.sub(r"^Value error Error parsing \S+: | For full helptext, see .*", "", message)
+        message = " ".join(
+            re.sub(r"[^\x21-\x7e]+", " ", printed.getvalue()).split()
+        )  # without tyro's frame
+        message = re.sub(
+            r"^Value error Error parsing \S+: | For full helptext, see .*", "", message
+        )
     if is_first:
         print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
@@ -176,7 +212,9 @@ def _flags_without_number(settings: Mapping[str, Any], prefix: str = "--") -> It
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _flags_without_number(value, f"{prefix}{name}.")
-        elif any(x != x for x in (value if isinstance(value, tuple) else (value,))):  # NaN, which comparisons let pass
+        elif any(
+            x != x for x in (value if isinstance(value, tuple) else (value,))
+        ):  # NaN, which comparisons let pass
             yield f"{prefix}{name} nan".replace("_", "-")
 
 
@@ -189,7 +227,9 @@ class Stateful(Protocol):
 
 
 class TrainState:
-    """A sharded model and its optimizer as one Stateful; saved shard by shard, loads at any world size."""
+    """A sharded model and its optimizer as one Stateful; saved shard by shard, loads at any world
+    size.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.model = model
@@ -204,7 +244,12 @@ class TrainState:
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
 
 
 class GeneratorState:
@@ -214,7 +259,12 @@ class GeneratorState:
         import numpy
 
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        return dict(python=random.getstate(), numpy=numpy.random.get_state(), torch=torch.get_rng_state(), cuda=cuda)
+        return dict(
+            python=random.getstate(),
+            numpy=numpy.random.get_state(),
+            torch=torch.get_rng_state(),
+            cuda=cuda,
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         import numpy
@@ -227,10 +277,11 @@ class GeneratorState:
 
 
 def save(out_dir: str | Path, step: int, state: Mapping[str, Stateful], *, keep: int = 2) -> None:
-    """Write `state` as out_dir/step-N, complete or not at all, then remove all but the newest `keep`. Collective.
+    """Write `state` as out_dir/step-N, complete or not at all, then remove all but the newest
+    `keep`. Collective.
 
-    TrainState entries go into DCP shards, all others into one small file per rank. OSError (disk full) leaves earlier
-    checkpoints as they were.
+    TrainState entries go into DCP shards, all others into one small file per rank. OSError (disk
+    full) leaves earlier checkpoints as they were.
     """
     out_dir = Path(out_dir)
     final = out_dir / f"step-{step:06d}"
@@ -245,8 +296,14 @@ def save(out_dir: str | Path, step: int, state: Mapping[str, Stateful], *, keep:
     except dcp.CheckpointException as error:  # on all ranks, whichever failed
         if _is_rank0():
             shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(f"{final}: not saved ({_cause(error)}); earlier checkpoints are as they were") from error
-    small = {name: value.state_dict() for name, value in state.items() if not isinstance(value, TrainState)}
+        raise OSError(
+            f"{final}: not saved ({_cause(error)}); earlier checkpoints are as they were"
+        ) from error
+    small = {
+        name: value.state_dict()
+        for name, value in state.items()
+        if not isinstance(value, TrainState)
+    }
     rank_file = temporary / f"rank{_rank()}.pt"
     torch.save({"step": step, "world_size": _world_size(), "state": small}, rank_file)
     with open(rank_file, "rb") as file:
@@ -262,10 +319,11 @@ def save(out_dir: str | Path, step: int, state: Mapping[str, Stateful], *, keep:
 
 
 def load(out_dir: str | Path, state: Mapping[str, Stateful]) -> int:
-    """The step of the newest complete checkpoint in out_dir, after loading it into `state`; 0 if there is none.
+    """The step of the newest complete checkpoint in out_dir, after loading it into `state`; 0 if
+    there is none.
 
-    Collective. On another number of ranks entries that belong to one rank (generators) come from some rank's file, with
-    a message. Raises ValueError for a checkpoint of another model.
+    Collective. On another number of ranks entries that belong to one rank (generators) come from
+    some rank's file, with a message. Raises ValueError for a checkpoint of another model.
     """
     found = _complete(Path(out_dir))
     if not found:
@@ -277,7 +335,9 @@ def load(out_dir: str | Path, state: Mapping[str, Stateful]) -> int:
         dcp.load(dcp_state, checkpoint_id=found[-1])
     except dcp.CheckpointException as error:
         why = _cause(error)
-        raise ValueError(f"{found[-1]}: is not of this model ({why}); resume with the same --model") from error
+        raise ValueError(
+            f"{found[-1]}: is not of this model ({why}); resume with the same --model"
+        ) from error
     rank_file = found[-1] / f"rank{_rank()}.pt"
     if not rank_file.exists():
         rank_file = found[-1] / "rank0.pt"
@@ -286,7 +346,9 @@ def load(out_dir: str | Path, state: Mapping[str, Stateful]) -> int:
         ranks = f"saved by {saved['world_size']} ranks, loaded by {_world_size()}"
         print(f"checkpoint: {ranks}: samples will differ", flush=True)
     for name, value in state.items():
-        value.load_state_dict(dcp_state[name] if isinstance(value, TrainState) else saved["state"][name])
+        value.load_state_dict(
+            dcp_state[name] if isinstance(value, TrainState) else saved["state"][name]
+        )
     return saved["step"]
 
 
@@ -299,7 +361,9 @@ def _cause(error: dcp.CheckpointException) -> str:
 
 
 def _sharded(state: Mapping[str, Stateful]) -> dict[str, Any]:
-    return {name: value.state_dict() for name, value in state.items() if isinstance(value, TrainState)}
+    return {
+        name: value.state_dict() for name, value in state.items() if isinstance(value, TrainState)
+    }
 
 
 def _complete(out_dir: Path) -> list[Path]:
@@ -325,11 +389,16 @@ def _barrier() -> None:
 
 
 def save_safetensors(
-    buckets: Iterable[list[tuple[str, Tensor]]], out_dir: str | Path, *, max_shard_bytes: int = 5 << 30
+    buckets: Iterable[list[tuple[str, Tensor]]],
+    out_dir: str | Path,
+    *,
+    max_shard_bytes: int = 5 << 30,
 ) -> None:
-    """Write the full tensors of `buckets` as model-*.safetensors with an index, in files of about max_shard_bytes.
+    """Write the full tensors of `buckets` as model-*.safetensors with an index, in files of about
+    max_shard_bytes.
 
-    Collective as far as producing the buckets is; rank 0 writes. One file is named model.safetensors and has no index.
+    Collective as far as producing the buckets is; rank 0 writes. One file is named
+    model.safetensors and has no index.
     """
     from safetensors.torch import save_file
 
@@ -367,7 +436,11 @@ def _name_files(out_dir: Path, files: list[list[str]], total: int) -> None:
     """Give the parts their final names, now that their number is known, and write the index."""
     weight_map = {}
     for i, names in enumerate(files):
-        final = "model.safetensors" if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        final = (
+            "model.safetensors"
+            if len(files) == 1
+            else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        )
         (out_dir / f"part-{i:05d}.safetensors").rename(out_dir / final)
         weight_map.update(dict.fromkeys(names, final))
     if len(files) > 1:
@@ -376,18 +449,28 @@ def _name_files(out_dir: Path, files: list[list[str]], total: int) -> None:
 
 
 def export(
-    buckets: Iterable[list[tuple[str, Tensor]]], path: str | Path, out_dir: str | Path, dtype: torch.dtype
+    buckets: Iterable[list[tuple[str, Tensor]]],
+    path: str | Path,
+    out_dir: str | Path,
+    dtype: torch.dtype,
 ) -> None:
-    """Write a Hugging Face directory: the tensors of `buckets` (of `dtype`), other files from the model at `path`."""
+    """Write a Hugging Face directory: the tensors of `buckets` (of `dtype`), other files from the
+    model at `path`.
+    """
     save_safetensors(buckets, out_dir)
     if _is_rank0():
         copy_model_files(path, out_dir, dtype)
-        print(f"the trained model is in {out_dir}; curves, samples and metrics are beside it", flush=True)
+        print(
+            f"the trained model is in {out_dir}; curves, samples and metrics are beside it",
+            flush=True,
+        )
     _barrier()
 
 
 def copy_model_files(path: str | Path, out_dir: str | Path, dtype: torch.dtype) -> None:
-    """Copy config, tokenizer and generation config of the model at `path`; config.json states `dtype`. Rank 0 only."""
+    """Copy config, tokenizer and generation config of the model at `path`; config.json states
+    `dtype`. Rank 0 only.
+    """
     Path(out_dir).mkdir(parents=True, exist_ok=True)
     for pattern in ("*.json", "*.jinja", "*.model", "*.txt"):
         for file in Path(path).glob(pattern):

@@ -1,21 +1,22 @@
 """Prompts: reading, tokenizing once, and an order that can be resumed.
 
-The problem. Between a data set and the sampler sit three classic silent errors: the chat template's text already begins
-with BOS and the tokenizer adds another (worth 6 points on MMLU in one report); a prompt is too long and is cut, or
-breaks the run hours later; and after a restart the loader begins at prompt 0 again, or skips what had been prefetched.
+The problem. Between a data set and the sampler sit three classic silent errors: the chat template's
+text already begins with BOS and the tokenizer adds another (worth 6 points on MMLU in one report);
+a prompt is too long and is cut, or breaks the run hours later; and after a restart the loader
+begins at prompt 0 again, or skips what had been prefetched.
 
-How it works. Everything is tokenized at the start, by the template once and without special tokens on top of it;
-prompts over the limit are counted and dropped, or refused, before a model is loaded. What the run then needs is an
-order, and an order is a pure function of counters:
+How it works. Everything is tokenized at the start, by the template once and without special tokens
+on top of it; prompts over the limit are counted and dropped, or refused, before a model is loaded.
+What the run then needs is an order, and an order is a pure function of counters:
     epoch e of a data set is a permutation drawn from (seed, data set, e);
     with several data sets, each next prompt comes from the one that is furthest behind its share:
         weights 3 : 1   ->   a a b a  a a b a ...
-So the whole state of the stream is one integer per data set: how many prompts were taken. There is nothing to prefetch
-and nothing to lose: 7,473 GSM8K prompts take 2 s at the start.
+So the whole state of the stream is one integer per data set: how many prompts were taken. There is
+nothing to prefetch and nothing to lose: 7,473 GSM8K prompts take 2 s at the start.
 
-Rows that are recognised: `question` and `answer` (GSM8K; the gold number behind `####` is the answer), `prompt` as text
-or chat messages with an answer column (TRL), `prompt` with `reward_model.ground_truth` (verl). All other columns go to
-the reward functions by name.
+Rows that are recognised: `question` and `answer` (GSM8K; the gold number behind `####` is the
+answer), `prompt` as text or chat messages with an answer column (TRL), `prompt` with
+`reward_model.ground_truth` (verl). All other columns go to the reward functions by name.
 
 What we give up: streaming of data sets that do not fit in memory.
 """
@@ -40,7 +41,9 @@ class DataConfig:
     weights: tuple[float, ...] = ()
     """Share of each data set in a batch, in the order of --data; empty: by size."""
     system_prompt: str = ""
-    """System message of each prompt, in place of the data's own; empty: what the data say (needs a chat template)."""
+    """System message of each prompt, in place of the data's own; empty: what the data say (needs a
+    chat template).
+    """
     template_options: str = "{}"
     """JSON object of extra arguments of the chat template, such as {"enable_thinking": false}."""
     split: str = "train"
@@ -48,15 +51,23 @@ class DataConfig:
 
     def __post_init__(self):
         if self.max_prompt_tokens < 1:
-            raise ValueError(f"--data.max-prompt-tokens {self.max_prompt_tokens}: must be at least 1; try 512")
+            raise ValueError(
+                f"--data.max-prompt-tokens {self.max_prompt_tokens}: must be at least 1; try 512"
+            )
         if any(weight <= 0 for weight in self.weights):
-            raise ValueError(f"--data.weights {self.weights}: must be above 0; leave a data set out of --data instead")
+            raise ValueError(
+                f"--data.weights {self.weights}: must be above 0; leave a data set out of --data instead"
+            )
         try:
             options = json.loads(self.template_options)
         except json.JSONDecodeError as error:
-            raise ValueError(f"--data.template-options {self.template_options}: not JSON ({error})") from error
+            raise ValueError(
+                f"--data.template-options {self.template_options}: not JSON ({error})"
+            ) from error
         if not isinstance(options, dict):
-            raise ValueError(f"--data.template-options {self.template_options}: must be a JSON object, such as {{}}")
+            raise ValueError(
+                f"--data.template-options {self.template_options}: must be a JSON object, such as {{}}"
+            )
 
 
 @dataclass(frozen=True)
@@ -73,14 +84,20 @@ class Prompt:
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "target", "label")
 
 
-def load_prompts(sources: Sequence[str], tokenizer, config: DataConfig, flag: str = "--data") -> list[list[Prompt]]:
-    """One list of prompts per source: a .jsonl or .parquet file, reasoning_gym:NAME:SIZE:SEED, or a Hub name.
+def load_prompts(
+    sources: Sequence[str], tokenizer, config: DataConfig, flag: str = "--data"
+) -> list[list[Prompt]]:
+    """One list of prompts per source: a .jsonl or .parquet file, reasoning_gym:NAME:SIZE:SEED, or a
+    Hub name.
 
-    Raises ValueError, which begins with `flag`, for a missing, broken or empty data set, unknown columns, prompts that
-    the chat template refuses, and prompts over the limit where those are refused.
+    Raises ValueError, which begins with `flag`, for a missing, broken or empty data set, unknown
+    columns, prompts that the chat template refuses, and prompts over the limit where those are
+    refused.
     """
     if config.weights and len(config.weights) != len(sources):
-        raise ValueError(f"--data.weights {config.weights}: {len(sources)} data sets need {len(sources)} weights")
+        raise ValueError(
+            f"--data.weights {config.weights}: {len(sources)} data sets need {len(sources)} weights"
+        )
     names = [Path(source).name for source in sources]  # in metrics and samples
     if len(set(names)) < len(names):
         names = list(sources)
@@ -95,7 +112,9 @@ def load_prompts(sources: Sequence[str], tokenizer, config: DataConfig, flag: st
 
 
 def require_columns(datasets: Sequence[Sequence[Prompt]], wanted: dict[str, list[str]]) -> None:
-    """ValueError if a reward function wants a column that a data set has in no row; wanted: {function: columns}."""
+    """ValueError if a reward function wants a column that a data set has in no row; wanted:
+    {function: columns}.
+    """
     for prompts in datasets:
         known = {"prompt", "response", "truncated", *(name for p in prompts for name in p.columns)}
         known |= {"answer"} if any(p.answer for p in prompts) else set()
@@ -103,7 +122,9 @@ def require_columns(datasets: Sequence[Sequence[Prompt]], wanted: dict[str, list
             for name in names:
                 if name not in known:
                     has = f"{prompts[0].source} has {', '.join(sorted(known))}"
-                    raise ValueError(f"--reward.functions {function}: wants {name}, which is no column; {has}")
+                    raise ValueError(
+                        f"--reward.functions {function}: wants {name}, which is no column; {has}"
+                    )
 
 
 def read_rows(source: str, split: str) -> list[dict]:
@@ -115,7 +136,11 @@ def read_rows(source: str, split: str) -> list[dict]:
         raise ValueError(f"{source}: no such file")
     if kind in (".jsonl", ".json"):
         with open(source, encoding="utf-8") as lines:
-            rows = [_parse_line(line, f"{source}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+            rows = [
+                _parse_line(line, f"{source}, line {i}")
+                for i, line in enumerate(lines, 1)
+                if line.strip()
+            ]
     elif kind == ".parquet":
         pq = _import("pyarrow.parquet", "pyarrow", source)
         rows = pq.read_table(source).to_pylist()
@@ -125,7 +150,9 @@ def read_rows(source: str, split: str) -> list[dict]:
         try:
             rows = list(datasets.load_dataset(name, subset or None, split=split))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{source}: not a .jsonl or .parquet file, and not on the Hub ({error})") from error
+            raise ValueError(
+                f"{source}: not a .jsonl or .parquet file, and not on the Hub ({error})"
+            ) from error
     if not rows:
         raise ValueError(f"{source}: is empty; it needs at least one row")
     return rows
@@ -137,7 +164,9 @@ def _parse_line(line: str, where: str) -> dict:
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: is not JSON ({error}); each line must be one object") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: is not a JSON object; each line must be one, such as {{'prompt': ...}}")
+        raise ValueError(
+            f"{where}: is not a JSON object; each line must be one, such as {{'prompt': ...}}"
+        )
     return row
 
 
@@ -147,19 +176,27 @@ def _import(module: str, package: str, source: str):
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f"{source}: needs {package}; install it with: pip install {package}") from error
+        raise ValueError(
+            f"{source}: needs {package}; install it with: pip install {package}"
+        ) from error
 
 
 def _reasoning_gym_rows(name: str, size: str = "2000", seed: str = "0") -> list[dict]:
-    """Problems made by the reasoning_gym package; its verifier needs the whole entry, which travels as a column."""
+    """Problems made by the reasoning_gym package; its verifier needs the whole entry, which travels
+    as a column.
+    """
     source = f"reasoning_gym:{name}:{size}"
     gym = _import("reasoning_gym", "reasoning-gym", source)
     try:
-        # Entry i is made from seed + i: seeds closer than the sizes would give the same problems twice.
+        # Entry i is made from seed + i: seeds closer than the sizes would give the same problems
+        # twice.
         entries = list(gym.create_dataset(name, size=int(size), seed=int(seed) * 1_000_000))
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
-    return [{"question": e["question"], "answer": e["answer"], "reasoning_gym": name, "entry": e} for e in entries]
+    return [
+        {"question": e["question"], "answer": e["answer"], "reasoning_gym": name, "entry": e}
+        for e in entries
+    ]
 
 
 def to_prompts(rows: Sequence[dict], tokenizer, config: DataConfig, source: str) -> list[Prompt]:
@@ -185,7 +222,9 @@ def to_prompts(rows: Sequence[dict], tokenizer, config: DataConfig, source: str)
     if num_long and (config.long_prompts == "refuse" or not kept):
         longest = max(len(p.prompt_ids) for p in prompts)
         instead = " or use --data.long-prompts drop" if kept else ""
-        raise ValueError(f"{source}: {rule}; the longest has {longest} tokens: raise the limit{instead}")
+        raise ValueError(
+            f"{source}: {rule}; the longest has {longest} tokens: raise the limit{instead}"
+        )
     if num_long and os.environ.get("RANK", "0") == "0":
         print(f"data: {source}: {rule} and are dropped", flush=True)
     return kept
@@ -202,7 +241,11 @@ def _parse_row(row: dict, source: str) -> tuple[list[dict], str, dict]:
         name = next((name for name in ANSWER_COLUMNS if name in row), None)
         answer = columns.pop(name) if name else None
     messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
-    is_chat = isinstance(messages, list) and messages and all(isinstance(m, dict) and "content" in m for m in messages)
+    is_chat = (
+        isinstance(messages, list)
+        and messages
+        and all(isinstance(m, dict) and "content" in m for m in messages)
+    )
     if not is_chat or (answer is None and not columns):
         raise ValueError(
             f"{source}: has columns {sorted(row)}; needs `prompt` or `question` (text or chat messages), and "
@@ -234,11 +277,15 @@ def _render(messages: list[dict], tokenizer, config: DataConfig, source: str) ->
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except TemplateError as error:
-        raise ValueError(f"{source}: the model's chat template refuses a prompt ({error})") from error
+        raise ValueError(
+            f"{source}: the model's chat template refuses a prompt ({error})"
+        ) from error
 
 
 def stop_token_ids(path: str, *more: int | None) -> list[int]:
-    """All ids that end a response: of generation_config.json and config.json at `path`, and `more` (a tokenizer's)."""
+    """All ids that end a response: of generation_config.json and config.json at `path`, and `more`
+    (a tokenizer's).
+    """
     ids = set(more) - {None}
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
@@ -248,12 +295,16 @@ def stop_token_ids(path: str, *more: int | None) -> list[int]:
 
 
 def sampling_seed(*place: object) -> int:
-    """A seed that follows from `place` (the run's seed, the step, ...) alone: a resumed run does not repeat samples."""
+    """A seed that follows from `place` (the run's seed, the step, ...) alone: a resumed run does
+    not repeat samples.
+    """
     return random.Random(repr(place)).getrandbits(31)
 
 
 class PromptStream:
-    """An endless iterator over batches of prompts, the same on every rank, with a state of one integer per data set."""
+    """An endless iterator over batches of prompts, the same on every rank, with a state of one
+    integer per data set.
+    """
 
     def __init__(
         self,
@@ -264,13 +315,17 @@ class PromptStream:
         seed: int = 0,
     ):
         if weights and len(weights) != len(datasets):
-            raise ValueError(f"--data.weights {tuple(weights)}: must be {len(datasets)} numbers, one for each data set")
+            raise ValueError(
+                f"--data.weights {tuple(weights)}: must be {len(datasets)} numbers, one for each data set"
+            )
         self.datasets = datasets
         self.batch_size = batch_size
         self.weights = list(weights) or [len(d) for d in datasets]
         self.seed = seed
         self.num_taken = [0] * len(datasets)
-        self._orders: dict[int, tuple[int, list[int]]] = {}  # data set -> its current epoch and permutation
+        self._orders: dict[
+            int, tuple[int, list[int]]
+        ] = {}  # data set -> its current epoch and permutation
 
     def __iter__(self) -> Iterator[list[Prompt]]:
         return self
@@ -298,12 +353,20 @@ class PromptStream:
         return random.Random(repr((self.seed, d, epoch))).sample(range(size), size)
 
     def state_dict(self) -> dict:
-        """How many prompts were taken from each data set, and what the order of prompts follows from."""
-        origin = {"sizes": [len(d) for d in self.datasets], "weights": self.weights, "seed": self.seed}
+        """How many prompts were taken from each data set, and what the order of prompts follows
+        from.
+        """
+        origin = {
+            "sizes": [len(d) for d in self.datasets],
+            "weights": self.weights,
+            "seed": self.seed,
+        }
         return {"num_taken": list(self.num_taken), "origin": origin}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue where `state` was saved. Raises ValueError if the order of prompts would be another one now."""
+        """Continue where `state` was saved. Raises ValueError if the order of prompts would be
+        another one now.
+        """
         origin = self.state_dict()["origin"]
         if state["origin"] != origin:
             raise ValueError(

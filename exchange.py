@@ -1,12 +1,13 @@
 """Sequences between the ranks of a host through shared memory, without pickling.
 
-The problem. After scoring, sequences move: the balanced layout gives rank 3 a sequence that rank 0 sampled. The obvious
-`dist.all_gather_object` pickles every tensor, sends the bytes through sockets and unpickles them: 64 MB between two
-ranks of one host take 0.4 s as 32 tensors and 5 s as 15,000. A copy of 64 MB takes 10 ms. Both ranks see the same RAM,
-so one copy should be all.
+The problem. After scoring, sequences move: the balanced layout gives rank 3 a sequence that rank 0
+sampled. The obvious `dist.all_gather_object` pickles every tensor, sends the bytes through sockets
+and unpickles them: 64 MB between two ranks of one host take 0.4 s as 32 tensors and 5 s as 15,000.
+A copy of 64 MB takes 10 ms. Both ranks see the same RAM, so one copy should be all.
 
-How it works. All that a rank sends to another is one message; the messages lie in one segment of shared memory,
-receiver by receiver. With 2 ranks, where rank 0 sends {"tokens": [5, 6, 7]} and {"tokens": [8]} to rank 1:
+How it works. All that a rank sends to another is one message; the messages lie in one segment of
+shared memory, receiver by receiver. With 2 ranks, where rank 0 sends {"tokens": [5, 6, 7]} and
+{"tokens": [8]} to rank 1:
 
     segment   | messages for rank 0 | messages for rank 1                                                 |
     message   | 2 sequences, 19 bytes of names | {"tokens": "int64"}  | 3 1 (lengths)    | 5 6 7 8           |
@@ -17,22 +18,26 @@ receiver by receiver. With 2 ranks, where rank 0 sends {"tokens": [5, 6, 7]} and
     2. Write    each rank concatenates its tensors straight into its places in the segment. This is the one copy.
     3. Barrier  then each rank cuts its messages into tensors that are views of the segment. Nothing is copied.
 
-The segment has no name. Rank 0 makes it as an unnamed file in /dev/shm, the others open it through /proc/PID/fd, all
-map it. The kernel frees it with the last mapping, so a normal end, an exception and SIGKILL leave nothing behind, and
-there is nothing that a next start has to clean up or could take from another job. The segment is kept and written again
-by the next exchange, since fresh pages (faults, zeroing) cost three times as much as the copy itself. Received tensors
-are views of it, so each rank reports in step 1 whether it still holds one; if any does, a new segment is made, and the
+The segment has no name. Rank 0 makes it as an unnamed file in /dev/shm, the others open it through
+/proc/PID/fd, all map it. The kernel frees it with the last mapping, so a normal end, an exception
+and SIGKILL leave nothing behind, and there is nothing that a next start has to clean up or could
+take from another job. The segment is kept and written again by the next exchange, since fresh pages
+(faults, zeroing) cost three times as much as the copy itself. Received tensors are views of it, so
+each rank reports in step 1 whether it still holds one; if any does, a new segment is made, and the
 old one lives as long as its tensors.
 
-Ranks on several hosts (or in containers that do not see each other's processes) send the messages by one all-to-all.
+Ranks on several hosts (or in containers that do not see each other's processes) send the messages
+by one all-to-all.
 
-Shapes: a sequence is a dict of 1-D CPU tensors [T_field]; F fields, n sequences in a message, W ranks in the group.
+Shapes: a sequence is a dict of 1-D CPU tensors [T_field]; F fields, n sequences in a message, W
+ranks in the group.
 
-What we give up: a group that spans hosts uses the network also between ranks of one host; the segment stays as large as
-the largest batch so far; the two small collectives over gloo take half a millisecond, so tiny loads gain little; a
-forked child does not count as a holder of received tensors; Linux only. Production systems (Ray's Plasma store, vLLM's
-shared-memory broadcast) keep named arenas with an allocator, a server or a resource tracker, and code that cleans up
-after crashes.
+What we give up: a group that spans hosts uses the network also between ranks of one host; the
+segment stays as large as the largest batch so far; the two small collectives over gloo take half a
+millisecond, so tiny loads gain little; a forked child does not count as a holder of received
+tensors; Linux only. Production systems (Ray's Plasma store, vLLM's shared-memory broadcast) keep
+named arenas with an allocator, a server or a resource tracker, and code that cleans up after
+crashes.
 """
 
 import contextlib
@@ -52,23 +57,30 @@ from torch import Tensor
 
 SHARED_MEMORY = "/dev/shm"
 
-# The segment of each group, and a weak reference to the view of it that the received tensors share: dead = none left.
+# The segment of each group, and a weak reference to the view of it that the received tensors share:
+# dead = none left.
 _segments: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
 def exchange(
-    sequences: list[dict[str, Tensor]], destination: Sequence[int], group: dist.ProcessGroup | None = None
+    sequences: list[dict[str, Tensor]],
+    destination: Sequence[int],
+    group: dist.ProcessGroup | None = None,
 ) -> list[dict[str, Tensor]]:
-    """The sequences that all ranks of the group destined for this one, by source rank, then as in the source's list.
+    """The sequences that all ranks of the group destined for this one, by source rank, then as in
+    the source's list.
 
-    sequences: dicts of 1-D CPU tensors [T]. All sequences of all ranks have the same keys and dtypes; lengths are free,
-    also between the keys of one sequence. destination[i] is the group rank that gets sequences[i]. Collective; the
-    group needs a backend for CPU tensors. Sequences that stay on their rank are passed through as they are; the others
-    arrive as detached views of memory that no other rank reads or writes. Without a group the result is the input.
-    ValueError if sequences or destinations are invalid, or, on all ranks, if the segment does not fit.
+    sequences: dicts of 1-D CPU tensors [T]. All sequences of all ranks have the same keys and
+    dtypes; lengths are free, also between the keys of one sequence. destination[i] is the group
+    rank that gets sequences[i]. Collective; the group needs a backend for CPU tensors. Sequences
+    that stay on their rank are passed through as they are; the others arrive as detached views of
+    memory that no other rank reads or writes. Without a group the result is the input. ValueError
+    if sequences or destinations are invalid, or, on all ranks, if the segment does not fit.
     """
-    rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    rank, world_size = (
+        (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    )
     fields = _check(sequences, destination, world_size)
     if world_size == 1:
         return list(sequences)
@@ -80,11 +92,15 @@ def exchange(
     outgoing = [_parts(sent, fields) for sent in by_receiver]
 
     # 1. Agree.
-    rows = _all_gather([_host_key(), _schema_key(fields), _free_bytes(group), *map(_num_bytes, outgoing)], group)
+    rows = _all_gather(
+        [_host_key(), _schema_key(fields), _free_bytes(group), *map(_num_bytes, outgoing)], group
+    )
     hosts, schemas, free_bytes = ({row[column] for row in rows} for column in range(3))
     num_bytes = [row[3:] for row in rows]  # [source][receiver]
     if len(schemas - {0}) > 1:
-        raise ValueError(f"exchange: ranks differ in keys or dtypes (here {fields}): give all ranks the same fields")
+        raise ValueError(
+            f"exchange: ranks differ in keys or dtypes (here {fields}): give all ranks the same fields"
+        )
 
     # 2. Write, 3. Barrier.
     if len(hosts) == 1:
@@ -92,39 +108,62 @@ def exchange(
     else:
         received = _swap_by_all_to_all(outgoing, num_bytes, group)
     messages = received.split([row[rank] for row in num_bytes])
-    return [s for source in range(world_size) for s in (staying if source == rank else _read(messages[source]))]
+    return [
+        s
+        for source in range(world_size)
+        for s in (staying if source == rank else _read(messages[source]))
+    ]
 
 
-def _check(sequences: list[dict[str, Tensor]], destination: Sequence[int], world_size: int) -> dict[str, str]:
+def _check(
+    sequences: list[dict[str, Tensor]], destination: Sequence[int], world_size: int
+) -> dict[str, str]:
     """The fields of the sequences, name -> dtype; empty if there are no sequences."""
     if len(sequences) != len(destination):
-        raise ValueError(f"exchange: {len(sequences)} sequences but {len(destination)} destinations: give one for each")
+        raise ValueError(
+            f"exchange: {len(sequences)} sequences but {len(destination)} destinations: give one for each"
+        )
     if wrong := [receiver for receiver in destination if not 0 <= receiver < world_size]:
-        raise ValueError(f"exchange: destination {wrong[0]} is no rank of the group: use 0 to {world_size - 1}")
+        raise ValueError(
+            f"exchange: destination {wrong[0]} is no rank of the group: use 0 to {world_size - 1}"
+        )
     names = sequences[0].keys() if sequences else ()
     if any(not sequence or sequence.keys() != names for sequence in sequences):
-        raise ValueError(f"exchange: all sequences need the same keys, at least one; the first has {list(names)}")
+        raise ValueError(
+            f"exchange: all sequences need the same keys, at least one; the first has {list(names)}"
+        )
     fields = {}
     for name in names:
-        kinds = {(sequence[name].dtype, sequence[name].ndim, sequence[name].device.type) for sequence in sequences}
+        kinds = {
+            (sequence[name].dtype, sequence[name].ndim, sequence[name].device.type)
+            for sequence in sequences
+        }
         dtype, ndim, device = kinds.pop()
         if kinds or ndim != 1 or device != "cpu":
-            raise ValueError(f"exchange: {name!r} must be 1-D, on the CPU and everywhere of one dtype: convert it")
+            raise ValueError(
+                f"exchange: {name!r} must be 1-D, on the CPU and everywhere of one dtype: convert it"
+            )
         fields[name] = str(dtype).removeprefix("torch.")
     return fields
 
 
 @functools.cache
 def _host_key() -> int:
-    """Equal on two ranks if one can open the other's files through /proc: same kernel, same process namespace."""
+    """Equal on two ranks if one can open the other's files through /proc: same kernel, same process
+    namespace.
+    """
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot_id = file.read()
     # The name too: virtual machines that were cloned while running have equal boot ids.
-    return zlib.crc32(f"{os.uname().nodename} {boot_id} {os.stat('/proc/self/ns/pid').st_ino}".encode())
+    return zlib.crc32(
+        f"{os.uname().nodename} {boot_id} {os.stat('/proc/self/ns/pid').st_ino}".encode()
+    )
 
 
 def _schema_key(fields: dict[str, str]) -> int:
-    """A checksum of the fields, whatever their order; 0 from a rank without sequences, which agrees with any other."""
+    """A checksum of the fields, whatever their order; 0 from a rank without sequences, which agrees
+    with any other.
+    """
     return zlib.crc32(json.dumps(fields, sort_keys=True).encode()) + 1 if fields else 0
 
 
@@ -140,8 +179,12 @@ def _all_gather(row: list[int], group: dist.ProcessGroup) -> list[list[int]]:
     return [row.tolist() for row in rows]
 
 
-def _parts(sequences: list[dict[str, Tensor]], fields: dict[str, str]) -> list[tuple[list[Tensor], int]]:
-    """A message before it is written: its parts, each the tensors to be concatenated and the bytes that they fill."""
+def _parts(
+    sequences: list[dict[str, Tensor]], fields: dict[str, str]
+) -> list[tuple[list[Tensor], int]]:
+    """A message before it is written: its parts, each the tensors to be concatenated and the bytes
+    that they fill.
+    """
     if not sequences:
         return []
     names = torch.frombuffer(bytearray(json.dumps(fields), "ascii"), dtype=torch.uint8)
@@ -184,8 +227,12 @@ def _read(message: Tensor) -> list[dict[str, Tensor]]:
 
     num_sequences, names_bytes = take(2, torch.int64).tolist()
     fields = json.loads(bytes(take(names_bytes, torch.uint8).tolist()))
-    lengths = take(len(fields) * num_sequences, torch.int64).view(len(fields), num_sequences).tolist()
-    columns = [take(sum(n), getattr(torch, dtype)).split(n) for n, dtype in zip(lengths, fields.values())]
+    lengths = (
+        take(len(fields) * num_sequences, torch.int64).view(len(fields), num_sequences).tolist()
+    )
+    columns = [
+        take(sum(n), getattr(torch, dtype)).split(n) for n, dtype in zip(lengths, fields.values())
+    ]
     return [dict(zip(fields, values)) for values in zip(*columns)]
 
 
@@ -195,7 +242,9 @@ def _swap_in_segment(
     free_bytes: int,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """The messages for this rank, by source, after all ranks have written theirs to the segment (uint8)."""
+    """The messages for this rank, by source, after all ranks have written theirs to the segment
+    (uint8).
+    """
     rank = dist.get_rank(group)
     for_receiver = [sum(column) for column in zip(*num_bytes)]
     if not sum(for_receiver):
@@ -211,13 +260,20 @@ def _swap_in_segment(
         start = sum(for_receiver[:receiver]) + sum(row[receiver] for row in num_bytes[:rank])
         _write(parts, buffer[start:])
     _barrier(group)
-    _segments[group] = (segment, weakref.ref(view))  # a tensor keeps its storage alive, and the storage this view
+    _segments[group] = (
+        segment,
+        weakref.ref(view),
+    )  # a tensor keeps its storage alive, and the storage this view
     return buffer[sum(for_receiver[:rank]) :][: for_receiver[rank]]
 
 
 def _new_segment(num_bytes: int, group: dist.ProcessGroup) -> mmap.mmap:
-    """An unnamed file in shared memory, mapped by all ranks of the group. ValueError on all if it does not fit."""
-    _barrier(group)  # all ranks have dropped the old segment: its pages count as room for the new one
+    """An unnamed file in shared memory, mapped by all ranks of the group. ValueError on all if it
+    does not fit.
+    """
+    _barrier(
+        group
+    )  # all ranks have dropped the old segment: its pages count as room for the new one
     place = torch.zeros(3, dtype=torch.int64)
     with contextlib.ExitStack() as stack:
         if dist.get_rank(group) == 0:
@@ -225,7 +281,8 @@ def _new_segment(num_bytes: int, group: dist.ProcessGroup) -> mmap.mmap:
             file = stack.enter_context(tempfile.TemporaryFile(dir=SHARED_MEMORY))
             place = torch.tensor([os.getpid(), file.fileno(), room.f_bavail * room.f_frsize])
             try:
-                # Reserved now: a page that is missing when it is first written ends the process with SIGBUS.
+                # Reserved now: a page that is missing when it is first written ends the process
+                # with SIGBUS.
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
             except OSError as error:
                 if error.errno != errno.ENOSPC:
@@ -250,7 +307,9 @@ def _barrier(group: dist.ProcessGroup) -> None:
 
 
 def _swap_by_all_to_all(
-    outgoing: list[list[tuple[list[Tensor], int]]], num_bytes: list[list[int]], group: dist.ProcessGroup
+    outgoing: list[list[tuple[list[Tensor], int]]],
+    num_bytes: list[list[int]],
+    group: dist.ProcessGroup,
 ) -> Tensor:
     """The messages for this rank, by source, through the network (uint8)."""
     rank = dist.get_rank(group)

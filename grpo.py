@@ -1,11 +1,14 @@
-"""GRPO: reinforcement learning of a language model from groups of its own samples; one loop, six phases a step.
+"""GRPO: reinforcement learning of a language model from groups of its own samples; one loop, six
+phases a step.
 
     bash launch.sh grpo.py            # no arguments: a small built-in model learns to add, on a CPU, in minutes
-    bash launch.sh grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --data openai/gsm8k:main --rollout.max-response-tokens 512
+    bash launch.sh grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --data openai/gsm8k:main
+    --rollout.max-response-tokens 512
 
-For each prompt the policy samples a group of responses; each is scored; a response's advantage is its reward less its
-group's mean, over the group's deviation. The policy then takes optimizer steps on the clipped surrogate. All sizes are
-over all ranks. P prompts, G samples per prompt, N tokens in a row. Source: Shao 2024 (arXiv:2402.03300). As flags:
+For each prompt the policy samples a group of responses; each is scored; a response's advantage is
+its reward less its group's mean, over the group's deviation. The policy then takes optimizer steps
+on the clipped surrogate. All sizes are over all ranks. P prompts, G samples per prompt, N tokens in
+a row. Source: Shao 2024 (arXiv:2402.03300). As flags:
     Dr. GRPO   --advantage.no-scale-by-std --loss.normalize constant
     RLOO       --advantage.baseline leave_one_out --advantage.no-scale-by-std
     REINFORCE  --advantage.baseline batch
@@ -27,30 +30,55 @@ from advantages import AdvantageCache, AdvantageConfig, group_advantages, overlo
 from attention import use_packed_attention
 from checkpoint import GeneratorState, RunConfig, TrainState, command_line, export, load, save
 from comms import measure_bandwidth, quantize_gradients
-from data import DataConfig, Prompt, PromptStream, load_prompts, require_columns, sampling_seed, stop_token_ids
-from data import to_prompts
+from data import (
+    DataConfig,
+    Prompt,
+    PromptStream,
+    load_prompts,
+    require_columns,
+    sampling_seed,
+    stop_token_ids,
+    to_prompts,
+)
 from examples import addition
 from exchange import exchange
 from logprobs import token_logprobs, warm_up, with_logprobs
 from losses import LossConfig, actor_loss
 from metrics import LogConfig, Metrics, total
-from model import ModelConfig, OptimConfig, copy_weights, find_model, init_distributed, learning_rate_at, load_policy
-from model import leave, make_optimizer, memory_plan, optimizer_step
+from model import (
+    ModelConfig,
+    OptimConfig,
+    copy_weights,
+    find_model,
+    init_distributed,
+    learning_rate_at,
+    leave,
+    load_policy,
+    make_optimizer,
+    memory_plan,
+    optimizer_step,
+)
 from offload import Offload
 from packing import BatchConfig, empty_sequence, lay_out, sequence
 from reshard import iter_full_params, sync_weights, verify_sync
 from rewards import RewardConfig, Scorer
 from rollout import HfEngine, Rollout, RolloutConfig, VllmEngine
 
-EMPTY = empty_sequence("advantages", "rollout_logprobs")  # what a rank without samples puts in its rows
+EMPTY = empty_sequence(
+    "advantages", "rollout_logprobs"
+)  # what a rank without samples puts in its rows
 
 
 @dataclass(frozen=True)
 class Args:
     model_path: Annotated[str, tyro.conf.arg(name="model")] = "built-in"
-    """Hugging Face directory or Hub name; built-in: a 1 M parameter model that half knows two-digit addition."""
+    """Hugging Face directory or Hub name; built-in: a 1 M parameter model that half knows two-digit
+    addition.
+    """
     data_paths: Annotated[tuple[str, ...], tyro.conf.arg(name="data")] = ("built-in",)
-    """Training prompts: .jsonl or .parquet files, reasoning_gym:NAME:SIZE, or Hub names as NAME or NAME:SUBSET."""
+    """Training prompts: .jsonl or .parquet files, reasoning_gym:NAME:SIZE, or Hub names as NAME or
+    NAME:SUBSET.
+    """
     eval_paths: Annotated[tuple[str, ...], tyro.conf.arg(name="eval-data")] = ()
     """Prompts to evaluate on, of the same kinds; empty: none (built-in data bring their own)."""
     num_steps: int = 200
@@ -60,7 +88,9 @@ class Args:
     seed: int = 0
     """Of the data order, of sampling, and of the built-in model."""
     resample_tries: int = 1
-    """Rounds of sampling to fill a step with groups that have spread (dynamic sampling); 1: take all groups."""
+    """Rounds of sampling to fill a step with groups that have spread (dynamic sampling); 1: take
+    all groups.
+    """
     refresh_every: int = 0
     """Copy the policy into the reference every this many steps; 0: never."""
     eval_every: int = 0
@@ -70,12 +100,16 @@ class Args:
     verify_sync: bool = False
     """Compare the engine's weights with the trainer's after each sync, and stop on a difference."""
     quantize_gradients: bool = False
-    """Reduce gradients over ranks in 8-bit blocks: a quarter of fp32's bytes, for slow links between hosts."""
+    """Reduce gradients over ranks in 8-bit blocks: a quarter of fp32's bytes, for slow links
+    between hosts.
+    """
     offload: bool = False
     """Adam's state and the reference wait in pinned host memory while they are not needed."""
     timeout_s: float = 3600.0
     """Longest that a rank waits for the others; above the longest rollout or reward."""
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(name="grpo"))
+    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(
+        default_factory=lambda: RunConfig(name="grpo")
+    )
     batch: tyro.conf.OmitArgPrefixes[BatchConfig] = field(default_factory=BatchConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -89,25 +123,83 @@ class Args:
     def __post_init__(self):
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         why = ", --data.max-prompt-tokens + --rollout.max-response-tokens"
-        batch, buffer, groups = self.batch, self.advantage.overlong_buffer, self.advantage.baseline != "batch"
+        batch, buffer, groups = (
+            self.batch,
+            self.advantage.overlong_buffer,
+            self.advantage.baseline != "batch",
+        )
         own_model, own_data = self.model_path != "built-in", self.data_paths != ("built-in",)
-        tries, data, eval_data = self.resample_tries, " ".join(self.data_paths), " ".join(self.eval_paths)
+        tries, data, eval_data = (
+            self.resample_tries,
+            " ".join(self.data_paths),
+            " ".join(self.eval_paths),
+        )
         how, corrected = self.loss, self.loss.importance != "off" or not self.rollout.eight_bit
         for flag, value, holds, rule in (
             ("--num-steps", self.num_steps, self.num_steps >= 1, "at least 1; try 200"),
             ("--eval-every", self.eval_every, self.eval_every >= 0, "at least 0 (never)"),
-            ("--eval-samples", k := self.eval_samples, 0 <= k <= k * self.eval_every, "at least 0; with --eval-every"),
-            ("--eval-data", eval_data, self.eval_every or not self.eval_paths, "with --eval-every 20"),
-            ("--data", data, own_model or not own_data, "with a --model of your own: the built-in one only adds"),
+            (
+                "--eval-samples",
+                k := self.eval_samples,
+                0 <= k <= k * self.eval_every,
+                "at least 0; with --eval-every",
+            ),
+            (
+                "--eval-data",
+                eval_data,
+                self.eval_every or not self.eval_paths,
+                "with --eval-every 20",
+            ),
+            (
+                "--data",
+                data,
+                own_model or not own_data,
+                "with a --model of your own: the built-in one only adds",
+            ),
             ("--eval-data", eval_data, own_data or not self.eval_paths, "with --data of your own"),
-            ("--learning-rate", self.learning_rate, 0 < self.learning_rate < 1, "above 0 and below 1; try 1e-6"),
+            (
+                "--learning-rate",
+                self.learning_rate,
+                0 < self.learning_rate < 1,
+                "above 0 and below 1; try 1e-6",
+            ),
             ("--resample-tries", tries, tries >= 1, "at least 1"),
-            ("--resample-tries", tries, tries == 1 or batch.group_size > 1, "1 with groups of 1, which have no spread"),
-            ("--refresh-every", self.refresh_every, not self.refresh_every or how.kl_coef, "0 without --loss.kl-coef"),
-            ("--group-size", batch.group_size, batch.group_size >= 2 or not groups, "at least 2; try 8"),
-            ("--tokens-per-row", batch.tokens_per_row, batch.tokens_per_row >= longest, f"at least {longest}{why}"),
-            ("--advantage.overlong-buffer", buffer, buffer <= self.rollout.max_response_tokens, "at most the limit"),
-            ("--loss.importance", self.loss.importance, corrected, "token: an 8-bit sampler is another policy"),
+            (
+                "--resample-tries",
+                tries,
+                tries == 1 or batch.group_size > 1,
+                "1 with groups of 1, which have no spread",
+            ),
+            (
+                "--refresh-every",
+                self.refresh_every,
+                not self.refresh_every or how.kl_coef,
+                "0 without --loss.kl-coef",
+            ),
+            (
+                "--group-size",
+                batch.group_size,
+                batch.group_size >= 2 or not groups,
+                "at least 2; try 8",
+            ),
+            (
+                "--tokens-per-row",
+                batch.tokens_per_row,
+                batch.tokens_per_row >= longest,
+                f"at least {longest}{why}",
+            ),
+            (
+                "--advantage.overlong-buffer",
+                buffer,
+                buffer <= self.rollout.max_response_tokens,
+                "at most the limit",
+            ),
+            (
+                "--loss.importance",
+                self.loss.importance,
+                corrected,
+                "token: an 8-bit sampler is another policy",
+            ),
         ):
             if not holds:
                 raise ValueError(f"{flag} {value}: must be {rule}")
@@ -115,6 +207,7 @@ class Args:
 
 class Group(NamedTuple):
     """The responses to one prompt."""
+
     position: int  # of the prompt in this step's global order
     prompt: Prompt
     rollouts: list[Rollout]  # [G]
@@ -135,19 +228,34 @@ def main(args: Args) -> None:
     sizes = dict(max_prompt_tokens=args.data.max_prompt_tokens, num_samples=args.batch.num_samples)
     kind = VllmEngine if args.rollout.engine == "vllm" else HfEngine
     cache = AdvantageCache()
-    state = {"policy": TrainState(policy, optimizer), "stream": stream, "generators": GeneratorState()}
+    state = {
+        "policy": TrainState(policy, optimizer),
+        "stream": stream,
+        "generators": GeneratorState(),
+    }
     state |= {"reference": TrainState(reference, ())} if args.refresh_every else {}
     first_step = load(args.run.directory / "checkpoints", state) if args.run.resume else 0
     offload = Offload(args.offload, reference, optimizer)
-    engine = kind(path, args.rollout, **sizes, stop_ids=stop_token_ids(path, tokenizer.eos_token_id), seed=args.seed)
+    engine = kind(
+        path,
+        args.rollout,
+        **sizes,
+        stop_ids=stop_token_ids(path, tokenizer.eos_token_id),
+        seed=args.seed,
+    )
     for model in filter(None, (policy, reference)) if mesh.device_type == "cuda" else ():
-        with offload.present(model):  # kernels are compiled at their first use: before step 0, not in it
+        with offload.present(
+            model
+        ):  # kernels are compiled at their first use: before step 0, not in it
             warm_up(model, args.batch.rows_of_all_sizes(engine.max_model_len))
-    metrics = Metrics(args.run.directory, args.log, args.num_steps, first_step=first_step, settings=asdict(args))
+    metrics = Metrics(
+        args.run.directory, args.log, args.num_steps, first_step=first_step, settings=asdict(args)
+    )
 
     for step in range(first_step, args.num_steps):
         is_last = step == args.num_steps - 1
-        # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case; evaluation uses the same.
+        # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case;
+        # evaluation uses the same.
         with engine.awake():
             with metrics.timer("reshard"):
                 sync_weights(policy, engine, dtype=engine.dtype)
@@ -155,38 +263,58 @@ def main(args: Args) -> None:
                     verify_sync(policy, engine, dtype=engine.dtype)
             if args.eval_every and (is_last or step % args.eval_every == 0):
                 evaluate(args, engine, scorer, tokenizer, eval_prompts, metrics)
-            # 2. Score while others are still being sampled, and compare each response with its siblings.
+            # 2. Score while others are still being sampled, and compare each response with its
+            # siblings.
             groups = sample_groups(args, step, engine, scorer, tokenizer, stream, metrics)
         with metrics.timer("layout"):
-            advantages = cache.get(step, lambda: compare(args, groups))  # noqa: B023  [P of this rank, G]
-            # 3. Lay out. A minibatch is a fixed slice of the global prompt order; its rows stay for all epochs.
+            # noqa: B023  [P of this rank, G]
+            advantages = cache.get(step, lambda: compare(args, groups))
+            # 3. Lay out. A minibatch is a fixed slice of the global prompt order; its rows stay for
+            # all epochs.
             sequences, minibatches = to_sequences(args, groups, advantages)
-            rows, totals = lay_out(sequences, minibatches, args.batch, exchange=exchange, like=EMPTY)
-            metrics.add_layout((policy,), sequences, rows, args.batch.tokens_per_row, args.batch.num_epochs)
+            rows, totals = lay_out(
+                sequences, minibatches, args.batch, exchange=exchange, like=EMPTY
+            )
+            metrics.add_layout(
+                (policy,), sequences, rows, args.batch.tokens_per_row, args.batch.num_epochs
+            )
             metrics.write_samples(step, groups, tokenizer.decode, advantages)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
 
         # 4. Log-probabilities that stay fixed during the update; skipped where they are not needed.
         with metrics.timer("old_logprobs"):
-            given = 1 if args.batch.num_epochs == 1 else 0  # the first minibatch meets the policy as it is now
-            rows[given:] = with_logprobs(policy, rows[given:], "old_logprobs", temperature=args.rollout.temperature)
+            given = (
+                1 if args.batch.num_epochs == 1 else 0
+            )  # the first minibatch meets the policy as it is now
+            rows[given:] = with_logprobs(
+                policy, rows[given:], "old_logprobs", temperature=args.rollout.temperature
+            )
         if reference is not None:
             with metrics.timer("ref_logprobs"), offload.present(reference):
-                rows = with_logprobs(reference, rows, "ref_logprobs", temperature=args.rollout.temperature)
+                rows = with_logprobs(
+                    reference, rows, "ref_logprobs", temperature=args.rollout.temperature
+                )
 
-        # 5. Update. Every loss term is divided by its minibatch's total over all ranks: ranks and rows just add up.
+        # 5. Update. Every loss term is divided by its minibatch's total over all ranks: ranks and
+        # rows just add up.
         learning_rate = learning_rate_at(step, args.num_steps, args.learning_rate, args.optim)
         with metrics.timer("update"), offload.present(optimizer):
             for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
                 kl = torch.zeros((), device=mesh.device_type)
                 for i, row in enumerate(rows[m]):
-                    policy.set_requires_gradient_sync(args.model.reduce_every_row or i == len(rows[m]) - 1)
-                    logprobs, entropy = token_logprobs(policy, row, temperature=args.rollout.temperature)
+                    policy.set_requires_gradient_sync(
+                        args.model.reduce_every_row or i == len(rows[m]) - 1
+                    )
+                    logprobs, entropy = token_logprobs(
+                        policy, row, temperature=args.rollout.temperature
+                    )
                     loss, stats = actor_loss(logprobs, entropy, row, totals[m], args.loss, limit)
                     loss.backward()
                     metrics.update(stats, row.num_response_tokens)
                     kl += stats["actor/ppo_kl"] * row.num_response_tokens / totals[m]["tokens"]
-                grad_norm = optimizer_step(policy, optimizer, learning_rate, args.optim.max_grad_norm)
+                grad_norm = optimizer_step(
+                    policy, optimizer, learning_rate, args.optim.max_grad_norm
+                )
                 metrics.update({"actor/grad_norm": grad_norm, "actor/lr": learning_rate})
                 if args.loss.target_kl and total(kl) > args.loss.target_kl:
                     break
@@ -202,53 +330,73 @@ def main(args: Args) -> None:
                 save(args.run.directory / "checkpoints", step + 1, state, keep=args.run.keep)
         metrics.log(step)
 
-    export(iter_full_params(policy, dtype=engine.dtype), path, args.run.directory / "hf", engine.dtype)
+    export(
+        iter_full_params(policy, dtype=engine.dtype), path, args.run.directory / "hf", engine.dtype
+    )
     scorer.close()
 
 
 def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer]:
-    """(model directory, tokenizer, stream, evaluation prompts, scorer): all that can be refused, refused early."""
+    """(model directory, tokenizer, stream, evaluation prompts, scorer): all that can be refused,
+    refused early.
+    """
     from transformers import AutoTokenizer, logging
 
     logging.disable_progress_bar()
     try:
         scorer = Scorer(args.reward)  # before a model is made, which takes minutes
         longest = args.data.max_prompt_tokens + args.rollout.max_response_tokens
-        path = find_model(args.model_path, longest, built_in=lambda: addition.cached_model(args.seed))
+        path = find_model(
+            args.model_path, longest, built_in=lambda: addition.cached_model(args.seed)
+        )
         tokenizer = AutoTokenizer.from_pretrained(path)
         if args.data_paths == ("built-in",):
             rows = map(addition.problems, (False, True))  # to learn from, and held out
             datasets, evals = ([to_prompts(r, tokenizer, args.data, "addition")] for r in rows)
         else:
             datasets = load_prompts(args.data_paths, tokenizer, args.data)
-            evals = load_prompts(args.eval_paths, tokenizer, replace(args.data, weights=()), "--eval-data")
+            evals = load_prompts(
+                args.eval_paths, tokenizer, replace(args.data, weights=()), "--eval-data"
+            )
         require_columns([*datasets, *evals], scorer.wanted)
         if args.eval_every and not evals:
             raise ValueError(f"--eval-every {args.eval_every}: needs --eval-data FILE, or 0")
-        stream = PromptStream(datasets, args.batch.prompts_per_step, weights=args.data.weights, seed=args.seed)
+        stream = PromptStream(
+            datasets, args.batch.prompts_per_step, weights=args.data.weights, seed=args.seed
+        )
         if dist.get_rank() == 0:
             args.run.open(args, path)
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}" if dist.get_node_local_rank() == 0 else 1)  # once a host
+        sys.exit(
+            f"error: {' '.join(str(error).split())}" if dist.get_node_local_rank() == 0 else 1
+        )  # once a host
     if dist.get_rank() == 0:
         num_prompts, num_ranks = sum(map(len, datasets)), dist.get_world_size()
         plan = {
             "model": f"{path}: {memory_plan(path, num_ranks, args.model, frozen_copies=bool(args.loss.kl_coef))}",
             "data": f"{num_prompts} prompts for {args.num_steps} steps, {sum(map(len, evals))} to evaluate",
             "ranks": f"{num_ranks}; {num_ranks // args.rollout.tensor_parallel_size} {args.rollout.engine} engines",
-            "batch": args.batch.describe(args.data.max_prompt_tokens, args.rollout.max_response_tokens),
+            "batch": args.batch.describe(
+                args.data.max_prompt_tokens, args.rollout.max_response_tokens
+            ),
         }
         print("\n".join(f"{name:>8}  {text}" for name, text in plan.items()), flush=True)
     return path, tokenizer, stream, sum(evals, []), scorer
 
 
-def sample_groups(args: Args, step: int, engine, scorer: Scorer, tokenizer, stream, metrics: Metrics) -> list[Group]:
-    """This rank's groups; with dynamic sampling, rounds go on until enough groups have spread, or tries are up."""
+def sample_groups(
+    args: Args, step: int, engine, scorer: Scorer, tokenizer, stream, metrics: Metrics
+) -> list[Group]:
+    """This rank's groups; with dynamic sampling, rounds go on until enough groups have spread, or
+    tries are up.
+    """
     kept, num_seen, num_missing, size = [], 0, args.batch.prompts_per_step, args.batch.group_size
     for attempt in range(args.resample_tries):
         prompts = stream.take(num_missing)
         with metrics.timer("rollout"):
-            drawn = draw(engine, scorer, tokenizer, prompts, size, sampling_seed(args.seed, step, attempt))
+            drawn = draw(
+                engine, scorer, tokenizer, prompts, size, sampling_seed(args.seed, step, attempt)
+            )
         with metrics.timer("reward"):
             rewards, stats = scorer.collect(len(drawn) * size)
         metrics.update(stats, len(rewards), prefix="reward/")
@@ -262,30 +410,51 @@ def sample_groups(args: Args, step: int, engine, scorer: Scorer, tokenizer, stre
         if num_missing == 0:
             return kept
     if metrics.is_rank0:
-        print(f"warning: step {step + 1} lacks {num_missing} groups with spread after --resample-tries {attempt + 1}")
+        print(
+            f"warning: step {step + 1} lacks {num_missing} groups with spread after --resample-tries {attempt + 1}"
+        )
     return kept
 
 
-def draw(engine, scorer: Scorer, tokenizer, prompts: list[Prompt], num_samples: int, seed: int, temperature=None):
-    """{position: rollouts} for the prompts that this rank owns; each response goes to the scorer as soon as it ends."""
+def draw(
+    engine,
+    scorer: Scorer,
+    tokenizer,
+    prompts: list[Prompt],
+    num_samples: int,
+    seed: int,
+    temperature=None,
+):
+    """{position: rollouts} for the prompts that this rank owns; each response goes to the scorer as
+    soon as it ends.
+    """
+
     def submit(index: int, position: int, rollout: Rollout) -> None:
         prompt = prompts[position]
         response = tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
-        known = dict(prompt=prompt.text, response=response, answer=prompt.answer, truncated=rollout.truncated)
+        known = dict(
+            prompt=prompt.text, response=response, answer=prompt.answer, truncated=rollout.truncated
+        )
         scorer.submit(index, prompt.columns | known)
 
     how = dict(temperature=temperature, seed=seed, on_finished=submit)
     return engine.generate_share([prompt.prompt_ids for prompt in prompts], num_samples, **how)
 
 
-def evaluate(args: Args, engine, scorer: Scorer, tokenizer, prompts: list[Prompt], metrics: Metrics) -> None:
-    """Greedy reward per data set, and mean@k and pass@k of k samples, each a mean over all prompts of all ranks."""
+def evaluate(
+    args: Args, engine, scorer: Scorer, tokenizer, prompts: list[Prompt], metrics: Metrics
+) -> None:
+    """Greedy reward per data set, and mean@k and pass@k of k samples, each a mean over all prompts
+    of all ranks.
+    """
     for k, temperature in ((1, 0.0), (args.eval_samples, args.rollout.temperature)):
         with metrics.timer("eval"):
             how = sampling_seed(args.seed, "eval"), temperature
             drawn = draw(engine, scorer, tokenizer, prompts, k, *how) if k else {}
             rewards, stats = scorer.collect(len(drawn) * k)
-        metrics.update({n: stats[n] for n in ("error_frac", "timeout_frac")}, len(rewards), prefix="eval/")
+        metrics.update(
+            {n: stats[n] for n in ("error_frac", "timeout_frac")}, len(rewards), prefix="eval/"
+        )
         for i, position in enumerate(drawn):
             mine = rewards[i * k : (i + 1) * k]
             greedy = {"reward": mine[0], f"{prompts[position].source}/reward": mine[0]}
@@ -294,15 +463,23 @@ def evaluate(args: Args, engine, scorer: Scorer, tokenizer, prompts: list[Prompt
 
 
 def compare(args: Args, groups: list[Group]) -> torch.Tensor:
-    """Advantages [P, G] of this rank's groups, from all samples of each group, truncated ones included."""
+    """Advantages [P, G] of this rank's groups, from all samples of each group, truncated ones
+    included.
+    """
     how, limit = args.advantage, args.rollout.max_response_tokens
     rewards = torch.tensor([g.rewards for g in groups]).reshape(-1, args.batch.group_size)
-    lengths = torch.tensor([len(r.response_ids) for g in groups for r in g.rollouts]).reshape(rewards.shape)
-    rewards = rewards + overlong_penalty(lengths, limit, buffer=how.overlong_buffer, weight=how.overlong_weight)
+    lengths = torch.tensor([len(r.response_ids) for g in groups for r in g.rollouts]).reshape(
+        rewards.shape
+    )
+    rewards = rewards + overlong_penalty(
+        lengths, limit, buffer=how.overlong_buffer, weight=how.overlong_weight
+    )
     return group_advantages(rewards, baseline=how.baseline, scale_by_std=how.scale_by_std)
 
 
-def to_sequences(args: Args, groups: list[Group], advantages: torch.Tensor) -> tuple[list[dict], list[int]]:
+def to_sequences(
+    args: Args, groups: list[Group], advantages: torch.Tensor
+) -> tuple[list[dict], list[int]]:
     """This rank's samples, and the minibatch of each. Collective."""
     sequences, minibatches = [], []
     places = args.batch.minibatches([g.position for g in groups])

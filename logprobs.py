@@ -1,31 +1,32 @@
 """Token log-probabilities and entropy without the [N, V] matrix of logits.
 
-The problem. A loss needs one number per token, but the head makes V of them: for 4,096 tokens and 152,000 words,
-logits, their log-softmax and its gradient take 5 GB in fp32, more than the rest of the model's activations. And prompt
-tokens need none.
+The problem. A loss needs one number per token, but the head makes V of them: for 4,096 tokens and
+152,000 words, logits, their log-softmax and its gradient take 5 GB in fp32, more than the rest of
+the model's activations. And prompt tokens need none.
 
-How it works. The head is applied to the positions that predict response tokens, `chunk` of them at a time; of each
-chunk only two numbers per token survive, logprob and entropy. The backward pass computes each chunk's logits again and
-turns them in place into their own gradient. A Python loop under autograd would keep every chunk alive, hence the
-autograd Function.
+How it works. The head is applied to the positions that predict response tokens, `chunk` of them at
+a time; of each chunk only two numbers per token survive, logprob and entropy. The backward pass
+computes each chunk's logits again and turns them in place into their own gradient. A Python loop
+under autograd would keep every chunk alive, hence the autograd Function.
     z = h W^T / T         lse = log sum exp z      logprob = z[target] - lse        entropy = lse - sum softmax(z) z
     d logprob / dz_j = [j = target] - p_j          d entropy / dz_j = -p_j (log p_j + entropy)
-Worked example: logits [0, 0, -inf]: both live words have logprob -ln 2, the entropy is ln 2, and the dead word's
-gradient is 0.
+Worked example: logits [0, 0, -inf]: both live words have logprob -ln 2, the entropy is ln 2, and
+the dead word's gradient is 0.
 
-One convention, one shift. x[i] belongs to tokens[i]: logprobs[i] = log pi(tokens[i] | tokens[<i]) comes from the hidden
-state at i - 1, and so does a critic's values[i] = V(tokens[<i]). The shift is in `_states_before` and nowhere else. The
-first token of a sequence has logprob 0.
+One convention, one shift. x[i] belongs to tokens[i]: logprobs[i] = log pi(tokens[i] | tokens[<i])
+comes from the hidden state at i - 1, and so does a critic's values[i] = V(tokens[<i]). The shift is
+in `_states_before` and nowhere else. The first token of a sequence has logprob 0.
     tokens       5 6 | 7 8 9      response_mask 0 1 0 1 1      states used  5 7 8      targets 6 8 9
 
-Temperature divides the logits here exactly as in the sampler; otherwise every ratio is wrong by the tempering.
+Temperature divides the logits here exactly as in the sampler; otherwise every ratio is wrong by the
+tempering.
 
-Shapes: N tokens in a row, R response tokens, C tokens in a chunk, V vocabulary, D hidden size. Results are fp32; the
-head's product takes the model's dtype and gives fp32; softmax and sums are fp32 (no logsumexp in bf16). Memory: two [C,
-V] fp32 matrices (three with a soft-cap) and the head's gradient, whatever R is.
-What we give up: the head's product is done twice. A fused kernel (Liger, cut cross-entropy) would save the reads of
-each chunk.
-Source: cut cross-entropy (Wijmans 2024, arXiv:2411.09009), section 4, without its kernel.
+Shapes: N tokens in a row, R response tokens, C tokens in a chunk, V vocabulary, D hidden size.
+Results are fp32; the head's product takes the model's dtype and gives fp32; softmax and sums are
+fp32 (no logsumexp in bf16). Memory: two [C, V] fp32 matrices (three with a soft-cap) and the head's
+gradient, whatever R is. What we give up: the head's product is done twice. A fused kernel (Liger,
+cut cross-entropy) would save the reads of each chunk. Source: cut cross-entropy (Wijmans 2024,
+arXiv:2411.09009), section 4, without its kernel.
 """
 
 from __future__ import annotations
@@ -40,14 +41,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 
-def token_logprobs(model: nn.Module, row, *, temperature: float = 1.0, chunk: int = 512) -> tuple[Tensor, Tensor]:
-    """log pi(tokens[i] | tokens[<i]) and that distribution's entropy at response tokens, 0 elsewhere: [N], [N] fp32.
+def token_logprobs(
+    model: nn.Module, row, *, temperature: float = 1.0, chunk: int = 512
+) -> tuple[Tensor, Tensor]:
+    """log pi(tokens[i] | tokens[<i]) and that distribution's entropy at response tokens, 0
+    elsewhere: [N], [N] fp32.
 
-    model: a Transformers causal LM, plain or under FSDP2, with packed attention (attention.use_packed_attention).
-    row: any object with tokens, position_ids, fields["response_mask"] [N], cu_seqlens [S+1], max_seqlen and
-    num_response_tokens (packing.PackedRow). chunk: tokens whose logits exist at one time. Both results carry grad. A
-    row without response tokens gives zeros that are still connected to every parameter, so that FSDP's backward runs on
-    this rank as on the others.
+    model: a Transformers causal LM, plain or under FSDP2, with packed attention
+    (attention.use_packed_attention). row: any object with tokens, position_ids,
+    fields["response_mask"] [N], cu_seqlens [S+1], max_seqlen and num_response_tokens
+    (packing.PackedRow). chunk: tokens whose logits exist at one time. Both results carry grad. A
+    row without response tokens gives zeros that are still connected to every parameter, so that
+    FSDP's backward runs on this rank as on the others.
     """
     return _run(model, _response_logprobs, row, temperature, chunk)
 
@@ -55,8 +60,8 @@ def token_logprobs(model: nn.Module, row, *, temperature: float = 1.0, chunk: in
 def token_values(critic: nn.Module, row) -> Tensor:
     """V(tokens[<i]) at response tokens, 0 elsewhere: [N] fp32, with grad.
 
-    critic: a Transformers decoder under a head `score` of one number per token (model.load_critic); row and the rest as
-    in token_logprobs.
+    critic: a Transformers decoder under a head `score` of one number per token (model.load_critic);
+    row and the rest as in token_logprobs.
     """
     return _run(critic, _response_values, row)
 
@@ -66,23 +71,35 @@ def _run(model: nn.Module, method, row, *options):
     if not hasattr(model, method.__name__):
         setattr(model, method.__name__, types.MethodType(method, model))
         if isinstance(model, FSDPModule):
-            # FSDP gathers parameters around forward alone; without this the head would be a sharded DTensor.
+            # FSDP gathers parameters around forward alone; without this the head would be a sharded
+            # DTensor.
             register_fsdp_forward_method(model, method.__name__)
     positions = response_positions(row.fields["response_mask"], row.num_response_tokens)
     arguments = row.tokens, row.position_ids, row.cu_seqlens, row.max_seqlen, positions
     result = getattr(model, method.__name__)(*arguments, *options)
     if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
-        # No backward will come and free the root's gathered weights; parameters() would be them, in the compute dtype.
+        # No backward will come and free the root's gathered weights; parameters() would be them, in
+        # the compute dtype.
         model.reshard()
     return result
 
 
-def model_scores(model, sequences: Sequence[Sequence[int]], *, tokens_per_row: int = 8192) -> list[float]:
-    """Scores of token-id sequences by a sequence-classification decoder with one label, each read at its last token.
-    Packed, without pads; ends go by length (pad may be eos). Attention must keep sequences apart: attention.py's, or
-    Transformers' sdpa and flash. All ranks call it together: sharded forwards are collective, short ranks run more."""
-    if model.config.num_labels != 1 or not hasattr(model, "score") or model.config._attn_implementation == "eager":
-        raise ValueError(f"{type(model).__name__}: needs a `score` head, num_labels 1 and attention other than eager")
+def model_scores(
+    model, sequences: Sequence[Sequence[int]], *, tokens_per_row: int = 8192
+) -> list[float]:
+    """Scores of token-id sequences by a sequence-classification decoder with one label, each read
+    at its last token. Packed, without pads; ends go by length (pad may be eos). Attention must keep
+    sequences apart: attention.py's, or Transformers' sdpa and flash. All ranks call it together:
+    sharded forwards are collective, short ranks run more.
+    """
+    if (
+        model.config.num_labels != 1
+        or not hasattr(model, "score")
+        or model.config._attn_implementation == "eager"
+    ):
+        raise ValueError(
+            f"{type(model).__name__}: needs a `score` head, num_labels 1 and attention other than eager"
+        )
     rows, scores, outputs = [], [], []
     for sequence in sequences:
         if not rows or sum(map(len, rows[-1])) + len(sequence) > tokens_per_row:
@@ -92,14 +109,24 @@ def model_scores(model, sequences: Sequence[Sequence[int]], *, tokens_per_row: i
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(num_rows, torch.distributed.ReduceOp.MAX)
     rows += [[torch.zeros(1, dtype=torch.long, device=model.device)]] * (int(num_rows) - len(rows))
-    # All tokens' scores, from the head itself: the model's own choice among them goes by the value of the pad token.
-    read = lambda head, inputs, _: outputs.append(inputs[0].float() @ head.weight.t().float())  # bf16 rounds 10 to 1/16
+    # All tokens' scores, from the head itself: the model's own choice among them goes by the value
+    # of the pad token.
+    read = lambda head, inputs, _: outputs.append(
+        inputs[0].float() @ head.weight.t().float()
+    )  # bf16 rounds 10 to 1/16
     with torch.no_grad(), model.score.register_forward_hook(read):
         for row in rows:
             edges = torch.tensor([0, *map(len, row)], device=model.device).cumsum(0).int()
-            positions = torch.cat([torch.arange(len(sequence), device=model.device) for sequence in row])
+            positions = torch.cat(
+                [torch.arange(len(sequence), device=model.device) for sequence in row]
+            )
             longest = max(map(len, row))
-            spans = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
+            spans = {
+                "cu_seq_lens_q": edges,
+                "cu_seq_lens_k": edges,
+                "max_length_q": longest,
+                "max_length_k": longest,
+            }
             spans = spans if model.config._attn_implementation == "packed" else {}
             model(torch.cat(row)[None], position_ids=positions[None], use_cache=False, **spans)
             scores += outputs.pop()[0, edges[1:] - 1, 0].tolist()
@@ -109,9 +136,15 @@ def model_scores(model, sequences: Sequence[Sequence[int]], *, tokens_per_row: i
 
 
 @torch.no_grad()
-def with_logprobs(model: nn.Module, rows: list[list], name: str, *, temperature: float) -> list[list]:
-    """The same rows (of each minibatch) with one more field: the model's log-probabilities [N], by token_logprobs."""
-    return _with_field(rows, name, lambda row: token_logprobs(model, row, temperature=temperature)[0])
+def with_logprobs(
+    model: nn.Module, rows: list[list], name: str, *, temperature: float
+) -> list[list]:
+    """The same rows (of each minibatch) with one more field: the model's log-probabilities [N], by
+    token_logprobs.
+    """
+    return _with_field(
+        rows, name, lambda row: token_logprobs(model, row, temperature=temperature)[0]
+    )
 
 
 @torch.no_grad()
@@ -121,9 +154,13 @@ def with_values(critic: nn.Module, rows: list[list]) -> list[list]:
 
 
 def warm_up(model: nn.Module, rows: Sequence) -> None:
-    """Forward of each row without gradients, and with backward if the model learns: kernels are compiled, and the
-    allocator has its blocks. Compiled code is chosen by ranges of a row's length: rows should be of all sizes."""
-    compute = token_values if hasattr(model, "score") else lambda *inputs: token_logprobs(*inputs)[0]
+    """Forward of each row without gradients, and with backward if the model learns: kernels are
+    compiled, and the allocator has its blocks. Compiled code is chosen by ranges of a row's length:
+    rows should be of all sizes.
+    """
+    compute = (
+        token_values if hasattr(model, "score") else lambda *inputs: token_logprobs(*inputs)[0]
+    )
     for row in (row.to(model.device) for row in rows):
         with torch.no_grad():
             compute(model, row)
@@ -144,7 +181,9 @@ def response_positions(response_mask: Tensor, num_response_tokens: int) -> Tenso
 
     The count is passed in from the host: nonzero() would wait for the device to learn it.
     """
-    return torch.argsort(response_mask.logical_not().to(torch.uint8), stable=True)[:num_response_tokens]
+    return torch.argsort(response_mask.logical_not().to(torch.uint8), stable=True)[
+        :num_response_tokens
+    ]
 
 
 def _response_logprobs(
@@ -160,19 +199,29 @@ def _response_logprobs(
     states = _states_before(self, tokens, position_ids, cu_seqlens, max_seqlen, positions)
     head = self.get_output_embeddings()
     softcap = getattr(self.config, "final_logit_softcapping", None)
-    logprobs, entropy = head_logprobs(states, head.weight, head.bias, tokens[positions], temperature, softcap, chunk)
+    logprobs, entropy = head_logprobs(
+        states, head.weight, head.bias, tokens[positions], temperature, softcap, chunk
+    )
     zeros = torch.zeros(len(tokens), dtype=torch.float32, device=tokens.device)
     return zeros.index_put((positions,), logprobs), zeros.index_put((positions,), entropy)
 
 
-def _response_values(self: nn.Module, tokens: Tensor, position_ids, cu_seqlens, max_seqlen, positions) -> Tensor:
+def _response_values(
+    self: nn.Module, tokens: Tensor, position_ids, cu_seqlens, max_seqlen, positions
+) -> Tensor:
     states = _states_before(self, tokens, position_ids, cu_seqlens, max_seqlen, positions)
-    values = states.float() @ self.score.weight[0].float()  # bf16 would round a value of 0.9 to 1/256
+    values = (
+        states.float() @ self.score.weight[0].float()
+    )  # bf16 would round a value of 0.9 to 1/256
     return torch.zeros(len(tokens), device=tokens.device).index_put((positions,), values)
 
 
-def _states_before(model: nn.Module, tokens: Tensor, position_ids, cu_seqlens, max_seqlen, positions) -> Tensor:
-    """Hidden states [R, D] that have seen all tokens before each position [R], and not the token there."""
+def _states_before(
+    model: nn.Module, tokens: Tensor, position_ids, cu_seqlens, max_seqlen, positions
+) -> Tensor:
+    """Hidden states [R, D] that have seen all tokens before each position [R], and not the token
+    there.
+    """
     hidden = model.get_decoder()(
         input_ids=tokens[None],
         position_ids=position_ids[None],
@@ -194,9 +243,11 @@ def head_logprobs(
     softcap: float | None = None,
     chunk: int = 512,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(z)[target] and entropy of softmax(z), z = softcap(hidden weight^T + bias) / temperature: [R], [R].
+    """log softmax(z)[target] and entropy of softmax(z), z = softcap(hidden weight^T + bias) /
+    temperature: [R], [R].
 
-    hidden [R, D], weight [V, D], bias [V] or None, targets [R]. softcap c maps z to c tanh(z / c) (Gemma 2); None: off.
+    hidden [R, D], weight [V, D], bias [V] or None, targets [R]. softcap c maps z to c tanh(z / c)
+    (Gemma 2); None: off.
     """
     return _HeadLogprobs.apply(hidden, weight, bias, targets, temperature, softcap, chunk)
 
@@ -222,11 +273,17 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         # Sums over chunks stay in fp32 whatever the model's dtype.
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+        grad_bias = (
+            None
+            if bias is None
+            else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+        )
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
             logits = (hidden[part], weight, bias, temperature, softcap)
-            grads = [grad if grad is None else grad[part, None] for grad in (grad_logprobs, grad_entropy)]
+            grads = [
+                grad if grad is None else grad[part, None] for grad in (grad_logprobs, grad_entropy)
+            ]
             dz = _chunk_gradient(logits, targets[part], entropy[part, None], *grads)
             if grad_bias is not None:
                 grad_bias += dz.sum(0)
@@ -239,13 +296,19 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _chunk_values(logits, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """logprobs [C] and entropies [C]; a function of its own so that its matrices are gone before the next chunk's."""
+    """logprobs [C] and entropies [C]; a function of its own so that its matrices are gone before
+    the next chunk's.
+    """
     log_p, _ = _log_softmax(*logits)
     return log_p.gather(-1, targets[:, None]).squeeze(-1), log_p.exp().mul_(log_p).sum(-1).neg_()
 
 
-def _chunk_gradient(logits, targets: Tensor, entropy: Tensor, grad_logprobs, grad_entropy) -> Tensor:
-    """Gradient [C, V] of hidden weight^T + bias; entropy and the gradients of the two results are [C, 1]."""
+def _chunk_gradient(
+    logits, targets: Tensor, entropy: Tensor, grad_logprobs, grad_entropy
+) -> Tensor:
+    """Gradient [C, V] of hidden weight^T + bias; entropy and the gradients of the two results are
+    [C, 1].
+    """
     log_p, slope = _log_softmax(*logits)
     p = log_p.exp()
     if grad_entropy is None:
@@ -263,7 +326,8 @@ def _chunk_gradient(logits, targets: Tensor, entropy: Tensor, grad_logprobs, gra
 
 def _log_softmax(hidden, weight, bias, temperature, softcap) -> tuple[Tensor, Tensor | None]:
     """log-softmax [C, V] fp32, and d(capped)/d(raw) [C, V] if there is a cap."""
-    # Not rounded to bf16 on the way: a logit of 20 would be off by up to 0.06, and sampler and trainer differ by that.
+    # Not rounded to bf16 on the way: a logit of 20 would be off by up to 0.06, and sampler and
+    # trainer differ by that.
     if hidden.is_cuda and hidden.dtype != torch.float32:
         z = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:

@@ -1,14 +1,17 @@
-"""Clipped surrogate, value loss, KL estimators, importance weights: pure functions of per-token tensors.
+"""Clipped surrogate, value loss, KL estimators, importance weights: pure functions of per-token
+tensors.
 
-The problem. A policy gradient over many tokens is a mean, and the mean is where implementations go wrong: dividing
-inside a micro-batch and averaging the quotients, dividing once more for accumulation, FSDP dividing by the number of
-ranks, or counting tokens in the denominator that the numerator masks. Each makes the step depend on the layout. With
-responses of 1, 2, 4, ... 128 tokens in micro-batches of one, a mean of means weighs the token of the shortest response
-128 times as much as a token of the longest.
+The problem. A policy gradient over many tokens is a mean, and the mean is where implementations go
+wrong: dividing inside a micro-batch and averaging the quotients, dividing once more for
+accumulation, FSDP dividing by the number of ranks, or counting tokens in the denominator that the
+numerator masks. Each makes the step depend on the layout. With responses of 1, 2, 4, ... 128 tokens
+in micro-batches of one, a mean of means weighs the token of the shortest response 128 times as much
+as a token of the longest.
 
-How it works. Every function returns a sum divided by one number, `normalizer`, that the caller knows before the first
-forward: it is counted over all rows and all ranks of the minibatch. Gradients of rows and ranks then simply add up.
-What the number is decides what is optimised, so it is a flag (`normalize`):
+How it works. Every function returns a sum divided by one number, `normalizer`, that the caller
+knows before the first forward: it is counted over all rows and all ranks of the minibatch.
+Gradients of rows and ranks then simply add up. What the number is decides what is optimised, so it
+is a flag (`normalize`):
     token      all response tokens                   every token counts the same (DAPO); long responses weigh more
     sequence   responses, each token 1 / its length  every response counts the same (GRPO); long bad ones are spared
     constant   responses x max_response_tokens       no length bias at all (Dr. GRPO)
@@ -25,15 +28,17 @@ Three sources of difference between the policies, three corrections, never mixed
     sampler -> old       `importance_weights`: the same weights in other kernels give other probabilities
     reference -> current the KL term: `kl_estimate`
 
-KL estimators, with d = log ref - log p, on tokens sampled from p: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. By value
-k1 and k3 are unbiased for KL(p|ref). By gradient, which is what counts in a loss, k1 is noise around zero, k2 has the
-gradient of KL(p|ref) and k3 that of KL(ref|p). So k1 is refused as a loss; in a reward k1 is the right one.
+KL estimators, with d = log ref - log p, on tokens sampled from p: k1 = -d, k2 = d^2 / 2, k3 =
+exp(d) - d - 1. By value k1 and k3 are unbiased for KL(p|ref). By gradient, which is what counts in
+a loss, k1 is noise around zero, k2 has the gradient of KL(p|ref) and k3 that of KL(ref|p). So k1 is
+refused as a loss; in a reward k1 is the right one.
 
-Shapes: N tokens in a packed row, S sequences; tensors are [N] unless said otherwise. Where a function takes a mask,
-masked entries may hold anything, NaN too.
-What we give up: a fused kernel, and a ratio clipped from above for bad tokens (dual-clip PPO).
-Sources: Schulman 2017 (arXiv:1707.06347), Shao 2024 (GRPO, arXiv:2402.03300), Liu 2025 (Dr. GRPO, arXiv:2503.20783),
-Yu 2025 (DAPO, arXiv:2503.14476), Zheng 2025 (GSPO, arXiv:2507.18071), Schulman 2020 "Approximating KL divergence".
+Shapes: N tokens in a packed row, S sequences; tensors are [N] unless said otherwise. Where a
+function takes a mask, masked entries may hold anything, NaN too. What we give up: a fused kernel,
+and a ratio clipped from above for bad tokens (dual-clip PPO). Sources: Schulman 2017
+(arXiv:1707.06347), Shao 2024 (GRPO, arXiv:2402.03300), Liu 2025 (Dr. GRPO, arXiv:2503.20783), Yu
+2025 (DAPO, arXiv:2503.14476), Zheng 2025 (GSPO, arXiv:2507.18071), Schulman 2020 "Approximating KL
+divergence".
 """
 
 from __future__ import annotations
@@ -51,20 +56,28 @@ class LossConfig:
     clip_low: float = 0.2
     """Ratios below 1 - clip_low earn nothing more for bad tokens."""
     clip_high: float = 0.28
-    """Ratios above 1 + clip_high earn nothing more for good tokens (equal to clip_low: plain PPO)."""
+    """Ratios above 1 + clip_high earn nothing more for good tokens (equal to clip_low: plain PPO).
+    """
     normalize: Literal["token", "sequence", "constant"] = "token"
-    """Divisor of every loss term: all response tokens, responses (each token 1 / length), or responses x limit."""
+    """Divisor of every loss term: all response tokens, responses (each token 1 / length), or
+    responses x limit.
+    """
     ratio: Literal["token", "sequence"] = "token"
-    """Ratio of the surrogate per token, or the geometric mean over the response (GSPO; use clips around 3e-4)."""
+    """Ratio of the surrogate per token, or the geometric mean over the response (GSPO; use clips
+    around 3e-4).
+    """
     kl_coef: float = 0.0
     """Weight of the KL term to the reference in the loss; 0: no reference model at all."""
     kl: Literal["k2", "k3"] = "k3"
-    """Estimator in the loss: k2 has the gradient of KL(policy|reference), k3 that of KL(reference|policy)."""
+    """Estimator in the loss: k2 has the gradient of KL(policy|reference), k3 that of
+    KL(reference|policy).
+    """
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, subtracted from the loss; 0: off."""
     importance: Literal["token", "sequence", "mask", "off"] = "token"
-    """Weights against the sampler's own probabilities: per token or per response, at most importance_cap; mask: tokens
-    outside [1 / cap, cap] are left out; off: none."""
+    """Weights against the sampler's own probabilities: per token or per response, at most
+    importance_cap; mask: tokens outside [1 / cap, cap] are left out; off: none.
+    """
     importance_cap: float = 2.0
     """Largest importance weight."""
     target_kl: float = 0.0
@@ -76,27 +89,37 @@ class LossConfig:
                 f"--loss.clip-low {self.clip_low}, --loss.clip-high {self.clip_high}: must be in (0, 1] and above 0; "
                 "try 0.2 and 0.28"
             )
-        if not all(x >= 0 for x in (self.kl_coef, self.entropy_coef, self.target_kl)):  # NaN neither
+        if not all(
+            x >= 0 for x in (self.kl_coef, self.entropy_coef, self.target_kl)
+        ):  # NaN neither
             raise ValueError(
                 f"--loss.kl-coef {self.kl_coef}, --loss.entropy-coef {self.entropy_coef}, --loss.target-kl "
                 f"{self.target_kl}: must be at least 0; 0 switches each off"
             )
         if self.kl == "k1":
-            raise ValueError("--loss.kl k1: its gradient as a loss is zero on average; use k2 or k3")
+            raise ValueError(
+                "--loss.kl k1: its gradient as a loss is zero on average; use k2 or k3"
+            )
         if not self.importance_cap >= 1:
-            raise ValueError(f"--loss.importance-cap {self.importance_cap}: must be at least 1; try 2")
+            raise ValueError(
+                f"--loss.importance-cap {self.importance_cap}: must be at least 1; try 2"
+            )
 
 
 @dataclass(frozen=True)
 class CriticConfig:
     path: str = ""
-    """Model that it starts from, with its score head or one of zeros; empty: the reward model, or the policy."""
+    """Model that it starts from, with its score head or one of zeros; empty: the reward model, or
+    the policy.
+    """
     learning_rate: float = 1e-5
     """Peak learning rate of the critic."""
     warmup_steps: int = 0
     """Steps at the start in which the critic alone learns."""
     value_clip: float = 0.2
-    """Values earn nothing more for moving further than this from those before the update; inf: no clipping."""
+    """Values earn nothing more for moving further than this from those before the update; inf: no
+    clipping.
+    """
 
     def __post_init__(self):
         if not (self.learning_rate > 0 and self.warmup_steps >= 0 and self.value_clip > 0):
@@ -107,15 +130,22 @@ class CriticConfig:
 
 
 def actor_loss(
-    logprobs: Tensor, entropy: Tensor, row, totals: Mapping[str, int], config: LossConfig, max_response_tokens: int
+    logprobs: Tensor,
+    entropy: Tensor,
+    row,
+    totals: Mapping[str, int],
+    config: LossConfig,
+    max_response_tokens: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This row's part of the policy's loss (surrogate, KL to the reference, entropy bonus), and its statistics.
+    """This row's part of the policy's loss (surrogate, KL to the reference, entropy bonus), and its
+    statistics.
 
-    logprobs, entropy [N] with grad. row: any object with cu_seqlens [S+1], num_response_tokens and the fields [N]
-    response_mask, advantages, rollout_logprobs, old_logprobs unless they are the current ones (in the first minibatch
-    of a batch's only pass), and ref_logprobs if there is a KL term (packing.PackedRow). totals: response "tokens" and
-    "sequences" of the minibatch over all ranks: losses of rows and ranks just add up. Statistics are means over the
-    row's response tokens, named by their metric.
+    logprobs, entropy [N] with grad. row: any object with cu_seqlens [S+1], num_response_tokens and
+    the fields [N] response_mask, advantages, rollout_logprobs, old_logprobs unless they are the
+    current ones (in the first minibatch of a batch's only pass), and ref_logprobs if there is a KL
+    term (packing.PackedRow). totals: response "tokens" and "sequences" of the minibatch over all
+    ranks: losses of rows and ranks just add up. Statistics are means over the row's response
+    tokens, named by their metric.
     """
     fields, mask = row.fields, row.fields["response_mask"]
     old_logprobs = fields.get("old_logprobs", logprobs.detach())
@@ -123,12 +153,22 @@ def actor_loss(
     weights, mismatch = sampler_correction(
         old_logprobs, fields["rollout_logprobs"], mask, row.cu_seqlens, **correction
     )
-    each, normalizer = token_weights(config.normalize, mask, row.cu_seqlens, totals, max_response_tokens)
-    clips = dict(clip_low=config.clip_low, clip_high=config.clip_high, ratio=config.ratio, cu_seqlens=row.cu_seqlens)
+    each, normalizer = token_weights(
+        config.normalize, mask, row.cu_seqlens, totals, max_response_tokens
+    )
+    clips = dict(
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        ratio=config.ratio,
+        cu_seqlens=row.cu_seqlens,
+    )
     scale = dict(normalizer=normalizer, token_weights=each, importance_weights=weights)
     loss, stats = policy_loss(logprobs, old_logprobs, fields["advantages"], mask, **clips, **scale)
     num_tokens = max(1, row.num_response_tokens)
-    stats |= {"pg_loss": loss * totals["tokens"] / num_tokens, "entropy": masked_sum(entropy, mask) / num_tokens}
+    stats |= {
+        "pg_loss": loss * totals["tokens"] / num_tokens,
+        "entropy": masked_sum(entropy, mask) / num_tokens,
+    }
     if config.kl_coef:
         kl = kl_estimate(logprobs, fields["ref_logprobs"], config.kl)
         stats["kl_loss"] = masked_sum(kl, mask) / num_tokens
@@ -142,9 +182,11 @@ def actor_loss(
 def critic_loss(
     values: Tensor, row, totals: Mapping[str, int], config: CriticConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This row's part of the critic's loss, a mean over all response tokens of the minibatch, and its statistics.
+    """This row's part of the critic's loss, a mean over all response tokens of the minibatch, and
+    its statistics.
 
-    values [N] with grad; row as in actor_loss, with the fields values (before the update) and returns [N].
+    values [N] with grad; row as in actor_loss, with the fields values (before the update) and
+    returns [N].
     """
     fields, normalizer = row.fields, float(max(1, totals["tokens"]))
     same = fields["values"], fields["returns"], fields["response_mask"]
@@ -167,19 +209,25 @@ def policy_loss(
     token_weights: Tensor | None = None,
     importance_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum over response tokens of w max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) / normalizer, and statistics.
+    """sum over response tokens of w max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) /
+    normalizer, and statistics.
 
-    logprobs [N] with grad, old_logprobs [N], advantages [N], response_mask [N] bool; w is token_weights [N] (1 / length
-    for a mean over sequences) times importance_weights [N], each 1 if None. ratio "sequence" needs cu_seqlens [S+1].
-    Statistics are means over this row's response tokens: pg_clipfrac (share of tokens whose gradient the clip removes)
-    and ppo_kl (k3 estimate of KL(old|current)). A row without response tokens gives 0 and zero gradient.
+    logprobs [N] with grad, old_logprobs [N], advantages [N], response_mask [N] bool; w is
+    token_weights [N] (1 / length for a mean over sequences) times importance_weights [N], each 1 if
+    None. ratio "sequence" needs cu_seqlens [S+1]. Statistics are means over this row's response
+    tokens: pg_clipfrac (share of tokens whose gradient the clip removes) and ppo_kl (k3 estimate of
+    KL(old|current)). A row without response tokens gives 0 and zero gradient.
     """
     log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0)
-    kl = torch.expm1(log_ratio) - log_ratio  # k3 of KL(old|current) on tokens from old: E[r - 1 - log r]
+    kl = (
+        torch.expm1(log_ratio) - log_ratio
+    )  # k3 of KL(old|current) on tokens from old: E[r - 1 - log r]
     if ratio == "sequence":
         assert cu_seqlens is not None, "the sequence-level ratio needs cu_seqlens"
         lengths = _sequence_sum(response_mask.to(log_ratio.dtype), cu_seqlens)
-        log_ratio = torch.where(response_mask, _sequence_sum(log_ratio, cu_seqlens) / lengths.clamp(min=1), 0.0)
+        log_ratio = torch.where(
+            response_mask, _sequence_sum(log_ratio, cu_seqlens) / lengths.clamp(min=1), 0.0
+        )
     r = torch.exp(torch.where(advantages == 0, 0.0, log_ratio))  # exp(89) is inf, and 0 x inf NaN
     unclipped = -advantages * r
     clipped = -advantages * r.clamp(1 - clip_low, 1 + clip_high)
@@ -205,12 +253,19 @@ def _sequence_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, response_mask: Tensor, *, clip: float, normalizer: float
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    *,
+    clip: float,
+    normalizer: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum over response tokens of 1/2 max((v - R)^2, (v_clipped - R)^2) / normalizer, and its statistics.
+    """sum over response tokens of 1/2 max((v - R)^2, (v_clipped - R)^2) / normalizer, and its
+    statistics.
 
-    v_clipped is v kept within `clip` of old_values (inf: no clipping). values [N] with grad; the rest [N]. Statistics:
-    vf_clipfrac, the share of response tokens whose value left the band.
+    v_clipped is v kept within `clip` of old_values (inf: no clipping). values [N] with grad; the
+    rest [N]. Statistics: vf_clipfrac, the share of response tokens whose value left the band.
     """
     v = torch.where(response_mask, values, 0.0)
     old = torch.where(response_mask, old_values, 0.0)
@@ -222,8 +277,11 @@ def value_loss(
     return masked_sum(per_token, response_mask) / normalizer, stats
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2", "k3"] = "k3") -> Tensor:
-    """Per-token estimate of KL(policy|reference) on tokens sampled from the policy: [N], [N] -> [N].
+def kl_estimate(
+    logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2", "k3"] = "k3"
+) -> Tensor:
+    """Per-token estimate of KL(policy|reference) on tokens sampled from the policy: [N], [N] ->
+    [N].
 
     d = ref_logprobs - logprobs:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1. k1 is for rewards and metrics: as a loss
     it has no gradient on average, so it raises ValueError for logprobs that carry grad.
@@ -231,7 +289,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2"
     d = ref_logprobs - logprobs
     if kind == "k1":
         if logprobs.requires_grad:
-            raise ValueError("kl_estimate 'k1' as a loss has no gradient on average; use 'k2' or 'k3', or detach it")
+            raise ValueError(
+                "kl_estimate 'k1' as a loss has no gradient on average; use 'k2' or 'k3', or detach it"
+            )
         return -d
     if kind == "k2":
         return 0.5 * d * d
@@ -247,9 +307,11 @@ def token_weights(
     totals: Mapping[str, int],
     max_response_tokens: int,
 ) -> tuple[Tensor, float]:
-    """Weight of each token [N] fp32 and the number that the weighted sum over all rows and ranks is divided by.
+    """Weight of each token [N] fp32 and the number that the weighted sum over all rows and ranks is
+    divided by.
 
-    totals: response "tokens" and "sequences" of the minibatch over all ranks (of 0 the divisor is 1: all terms are 0).
+    totals: response "tokens" and "sequences" of the minibatch over all ranks (of 0 the divisor is
+    1: all terms are 0).
     """
     weights = response_mask.float()
     if normalize == "token":
@@ -261,12 +323,16 @@ def token_weights(
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """sum of x over mask: [N], [N] bool -> scalar; NaN or inf outside the mask gives neither value nor gradient."""
+    """sum of x over mask: [N], [N] bool -> scalar; NaN or inf outside the mask gives neither value
+    nor gradient.
+    """
     return torch.where(mask, x, 0.0).sum()
 
 
 def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, *, cap: float) -> Tensor:
-    """min(pi_old / pi_sampler, cap) per token, without grad: [N], [N] -> [N] (truncated importance sampling)."""
+    """min(pi_old / pi_sampler, cap) per token, without grad: [N], [N] -> [N] (truncated importance
+    sampling).
+    """
     return torch.exp((old_logprobs - rollout_logprobs).detach()).clamp(max=cap)
 
 
@@ -279,16 +345,20 @@ def sampler_correction(
     kind: Literal["token", "sequence", "mask", "off"],
     cap: float,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Importance weights [N] of the chosen kind (None for "off"), and how far apart sampler and trainer are.
+    """Importance weights [N] of the chosen kind (None for "off"), and how far apart sampler and
+    trainer are.
 
-    token: truncated at cap, per token. sequence: the product over the response, truncated, the same for all its tokens.
-    mask: 1, but 0 where the token's own weight leaves [1 / cap, cap]. All [N] but cu_seqlens [S+1]. Statistics, means
-    over the response tokens: kl (k3 of KL(sampler|old)), abs_diff_mean, is_weight_mean, is_square_mean; and
-    abs_diff_max. The effective sample size is is_weight_mean^2 / is_square_mean, once both are means over all tokens.
+    token: truncated at cap, per token. sequence: the product over the response, truncated, the same
+    for all its tokens. mask: 1, but 0 where the token's own weight leaves [1 / cap, cap]. All [N]
+    but cu_seqlens [S+1]. Statistics, means over the response tokens: kl (k3 of KL(sampler|old)),
+    abs_diff_mean, is_weight_mean, is_square_mean; and abs_diff_max. The effective sample size is
+    is_weight_mean^2 / is_square_mean, once both are means over all tokens.
     """
     log_weights = torch.where(response_mask, (old_logprobs - rollout_logprobs).detach(), 0.0)
     if kind == "sequence":
-        weights = importance_weights(_sequence_sum(log_weights, cu_seqlens), torch.zeros_like(log_weights), cap=cap)
+        weights = importance_weights(
+            _sequence_sum(log_weights, cu_seqlens), torch.zeros_like(log_weights), cap=cap
+        )
     else:
         weights = importance_weights(log_weights, torch.zeros_like(log_weights), cap=cap)
     if kind == "mask":

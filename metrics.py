@@ -1,14 +1,16 @@
-"""Measurements of a run: weighted means over all ranks, exclusive timers, throughput, and where they go.
+"""Measurements of a run: weighted means over all ranks, exclusive timers, throughput, and where
+they go.
 
-The problem. A metric is wrong in more ways than a loss: a mean of per-rank means, masked tokens counted, a device sync
-per value, a timer inside a timer counted twice, a "utilisation" that is a constant. Then two runs cannot be compared.
+The problem. A metric is wrong in more ways than a loss: a mean of per-rank means, masked tokens
+counted, a device sync per value, a timer inside a timer counted twice, a "utilisation" that is a
+constant. Then two runs cannot be compared.
 
-How it works. `add(name, value, weight)` keeps sum(value x weight) and sum(weight), on the device if the value is there.
-`log` adds up both over all ranks, divides once, and writes one record: a console line, a line of metrics.jsonl, wandb
-if asked for.
+How it works. `add(name, value, weight)` keeps sum(value x weight) and sum(weight), on the device if
+the value is there. `log` adds up both over all ranks, divides once, and writes one record: a
+console line, a line of metrics.jsonl, wandb if asked for.
     rank 0: 3 tokens, mean 1.0     rank 1: 1 token, mean 2.0     ->     (3 x 1.0 + 1 x 2.0) / 4 = 1.25, not 1.5
-Timers are exclusive: a timer inside another stops the outer one, and what no timer covers is timing_s/other, so the
-phases add up to the step.
+Timers are exclusive: a timer inside another stops the outer one, and what no timer covers is
+timing_s/other, so the phases add up to the step.
 
 Five signals of throughput, all measured:
     throughput/tokens_per_sec       prompt + response tokens of a step, each once, over its wall time, all ranks
@@ -16,7 +18,8 @@ Five signals of throughput, all measured:
     memory/actor_gpu_util_pct       NVML utilisation sampled during the update (null under half a second)
     memory/ref_gpu_util_pct         the same during the reference pass
     communication/nccl_bw_gb        bus GB/s of a timed probe (comms.measure_bandwidth), null on one rank
-MFU is model FLOPs (6 x parameters x tokens + attention, no recomputation) over the dense bf16 peak of the device.
+MFU is model FLOPs (6 x parameters x tokens + attention, no recomputation) over the dense bf16 peak
+of the device.
 
 What we give up: per-rank curves; a rank that is slow shows in timing_s/* only through the mean.
 Source: Chowdhery 2022 (PaLM, arXiv:2204.02311, appendix B) for MFU; verl's names.
@@ -39,7 +42,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H20": 148e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
+PEAK_FLOPS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,9 @@ class LogConfig:
     plot_every: int = 10
     """Redraw curves.png every this many steps, and at the end; 0: never."""
     mismatch_alarm: float = 0.1
-    """Warn once when rollout_corr/kl, the distance between sampler and trainer in nats per token, exceeds this."""
+    """Warn once when rollout_corr/kl, the distance between sampler and trainer in nats per token,
+    exceeds this.
+    """
     entropy_alarm: float = 0.01
     """Warn once when actor/entropy falls below this many nats."""
     zero_std_alarm: int = 5
@@ -69,15 +81,29 @@ class LogConfig:
 
 
 class Metrics:
-    """Collects a step's numbers and writes them; `log` is a collective, everything else is local and needs no sync."""
+    """Collects a step's numbers and writes them; `log` is a collective, everything else is local
+    and needs no sync.
+    """
 
-    def __init__(self, out_dir: str | Path, config: LogConfig, num_steps: int, *, first_step: int = 0, settings=None):
-        """Records from first_step on, left by a run that died after its last save, are dropped. settings: for wandb."""
+    def __init__(
+        self,
+        out_dir: str | Path,
+        config: LogConfig,
+        num_steps: int,
+        *,
+        first_step: int = 0,
+        settings=None,
+    ):
+        """Records from first_step on, left by a run that died after its last save, are dropped.
+        settings: for wandb.
+        """
         self.out_dir = Path(out_dir)
         self.config = config
         self.num_steps = num_steps
         self.is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
-        self._entries: dict[tuple[str, str], tuple] = {}  # (name, reduction) -> (sum or extreme, weight)
+        self._entries: dict[
+            tuple[str, str], tuple
+        ] = {}  # (name, reduction) -> (sum or extreme, weight)
         self._timers: list[str] = []
         self._since = self._step_start = time.perf_counter()
         self._device = _DeviceSampler()
@@ -91,10 +117,17 @@ class Metrics:
                 _keep_before(self.out_dir / name, first_step)
         if self.is_rank0 and config.wandb_project:
             import wandb
-            self._wandb = wandb.init(project=config.wandb_project, name=self.out_dir.name, config=settings)
 
-    def add(self, name: str, value: float | Tensor, weight: float = 1.0, reduction: str = "mean") -> None:
-        """One observation of `name`. How log() reduces them over ranks: "mean" by `weight`, "sum", "max" or "min"."""
+            self._wandb = wandb.init(
+                project=config.wandb_project, name=self.out_dir.name, config=settings
+            )
+
+    def add(
+        self, name: str, value: float | Tensor, weight: float = 1.0, reduction: str = "mean"
+    ) -> None:
+        """One observation of `name`. How log() reduces them over ranks: "mean" by `weight`, "sum",
+        "max" or "min".
+        """
         if reduction == "mean" and weight == 0:
             return  # a row without response tokens
         value = value.detach() if isinstance(value, Tensor) else value
@@ -111,21 +144,30 @@ class Metrics:
             merged = max(old, value) if reduction == "max" else min(old, value)
         self._entries[name, reduction] = (merged, old_weight + weight)
 
-    def update(self, stats: Mapping[str, float | Tensor], weight: float = 1.0, prefix: str = "") -> None:
+    def update(
+        self, stats: Mapping[str, float | Tensor], weight: float = 1.0, prefix: str = ""
+    ) -> None:
         """add() for each entry; a name that ends in _max or _min is reduced that way."""
         for name, value in stats.items():
             reduction = name.rpartition("_")[2]
-            self.add(prefix + name, value, weight, reduction if reduction in ("max", "min") else "mean")
+            self.add(
+                prefix + name, value, weight, reduction if reduction in ("max", "min") else "mean"
+            )
 
     def add_group(self, source: str, rewards: list[float], rollouts: Sequence) -> None:
-        """The samples of one prompt as they came, before any filter, penalty or mask; `source` names its data set."""
+        """The samples of one prompt as they came, before any filter, penalty or mask; `source`
+        names its data set.
+        """
         lengths = [len(r.response_ids) for r in rollouts]
         num_prompt = len(rollouts[0].prompt_ids)
         mean = sum(rewards) / len(rewards)
         spread = torch.tensor(rewards).std(correction=0).item()
         self.update({"mean": mean, f"{source}/mean": mean}, prefix="reward/")
         if len(rewards) > 1:
-            self.update({"std": spread, "frac_zero_std": float(max(rewards) == min(rewards))}, prefix="reward/")
+            self.update(
+                {"std": spread, "frac_zero_std": float(max(rewards) == min(rewards))},
+                prefix="reward/",
+            )
         self.add("prompt_length/mean", num_prompt)
         self.add("prompt_length/max", num_prompt, reduction="max")
         self.add("response_length/mean", sum(lengths) / len(lengths))
@@ -135,11 +177,21 @@ class Metrics:
         self.add("throughput/num_tokens", num_prompt + sum(lengths), reduction="sum")
 
     def add_layout(
-        self, models: Sequence[torch.nn.Module], sequences: Sequence, rows: Sequence, capacity: int, num_epochs: int
+        self,
+        models: Sequence[torch.nn.Module],
+        sequences: Sequence,
+        rows: Sequence,
+        capacity: int,
+        num_epochs: int,
     ) -> None:
-        """How full the rows of all minibatches are, and the FLOPs of the models that they update, on this rank."""
+        """How full the rows of all minibatches are, and the FLOPs of the models that they update,
+        on this rank.
+        """
         for model in models:
-            config, size = model.config.get_text_config(), sum(p.numel() for p in model.parameters())
+            config, size = (
+                model.config.get_text_config(),
+                sum(p.numel() for p in model.parameters()),
+            )
             shape = size, config.num_hidden_layers, config.hidden_size
             flops = model_flops(*shape, [len(s["tokens"]) for s in sequences])
             self.add("perf/model_flops", num_epochs * flops, reduction="sum")
@@ -148,20 +200,32 @@ class Metrics:
             self.add("packing/efficiency", used / max(capacity, used), max(capacity, used))
 
     def write_samples(
-        self, step: int, groups: Sequence, decode: Callable[[Tensor], str], advantages: Tensor | None = None
+        self,
+        step: int,
+        groups: Sequence,
+        decode: Callable[[Tensor], str],
+        advantages: Tensor | None = None,
     ) -> None:
-        """Append a response of each of the first groups, with its advantage of [P, G], to samples.jsonl on rank 0."""
+        """Append a response of each of the first groups, with its advantage of [P, G], to
+        samples.jsonl on rank 0.
+        """
         if self.is_rank0:
             with open(self.out_dir / "samples.jsonl", "a", encoding="utf-8") as file:
                 for i, group in enumerate(groups[: self.config.samples_per_step]):
-                    sample = dict(step=step, prompt=group.prompt.text, response=decode(group.rollouts[0].response_ids))
+                    sample = dict(
+                        step=step,
+                        prompt=group.prompt.text,
+                        response=decode(group.rollouts[0].response_ids),
+                    )
                     sample |= dict(answer=group.prompt.answer, reward=group.rewards[0])
                     sample |= {} if advantages is None else dict(advantage=float(advantages[i, 0]))
                     file.write(json.dumps(sample, ensure_ascii=False) + "\n")
 
     @contextlib.contextmanager
     def timer(self, name: str) -> Iterator[None]:
-        """Adds the wall time inside, less that of inner timers, to timing_s/name; waits for the device at both ends."""
+        """Adds the wall time inside, less that of inner timers, to timing_s/name; waits for the
+        device at both ends.
+        """
         self._switch()
         self._timers.append(name)
         start = time.perf_counter()
@@ -180,7 +244,9 @@ class Metrics:
         self._since = now
 
     def log(self, step: int) -> dict[str, float | None]:
-        """The reduced record of this step, written on rank 0; clears everything for the next step. Collective."""
+        """The reduced record of this step, written on rank 0; clears everything for the next step.
+        Collective.
+        """
         self._switch()
         step_s, self._step_start = self._since - self._step_start, self._since
         self.add("timing_s/step", step_s, reduction="sum")
@@ -203,11 +269,15 @@ class Metrics:
         return record
 
     def _reduce(self) -> dict[str, float | None]:
-        values = [torch.as_tensor(value, dtype=torch.float64) for value, _ in self._entries.values()]
+        values = [
+            torch.as_tensor(value, dtype=torch.float64) for value, _ in self._entries.values()
+        ]
         on_device = [v for v in values if v.is_cuda]
         moved = iter(torch.stack(on_device).tolist()) if on_device else iter(())  # one copy for all
         pairs = zip(self._entries.items(), values, strict=True)
-        local = {key: (next(moved) if v.is_cuda else v.item(), weight) for (key, (_, weight)), v in pairs}
+        local = {
+            key: (next(moved) if v.is_cuda else v.item(), weight) for (key, (_, weight)), v in pairs
+        }
         gathered = [local]
         if dist.is_initialized() and dist.get_world_size() > 1:
             gathered = [None] * dist.get_world_size()
@@ -219,9 +289,12 @@ class Metrics:
             if reduction in ("max", "min"):
                 record[name] = (max if reduction == "max" else min)(value for value, _ in entries)
             elif reduction == "mean":
-                record[name] = sum(value for value, _ in entries) / sum(weight for _, weight in entries)
+                record[name] = sum(value for value, _ in entries) / sum(
+                    weight for _, weight in entries
+                )
             else:
-                # Times are means over ranks, so that the phases still add up to the step; counts are totals.
+                # Times are means over ranks, so that the phases still add up to the step; counts
+                # are totals.
                 scale = len(gathered) if name.startswith("timing_s/") else 1
                 record[name] = sum(value for value, _ in entries) / scale
         return record
@@ -257,7 +330,9 @@ class Metrics:
         last = step == self.num_steps - 1
         if last and self._wandb is not None:
             self._wandb.finish()
-        if self.config.plot_every and (last or step % self.config.plot_every == self.config.plot_every - 1):
+        if self.config.plot_every and (
+            last or step % self.config.plot_every == self.config.plot_every - 1
+        ):
             plot(self.out_dir / "metrics.jsonl", self.out_dir / "curves.png")
 
     def _console_line(self, step: int, record: dict) -> str:
@@ -280,14 +355,23 @@ class Metrics:
     def _find_alarms(self, record: dict) -> Iterator[tuple[str, str]]:
         kl = record.get("rollout_corr/kl", 0.0)
         if kl > self.config.mismatch_alarm:
-            yield "mismatch", f"sampler and trainer differ by {kl:.3f} nats per token; run once with --verify-sync"
+            yield (
+                "mismatch",
+                f"sampler and trainer differ by {kl:.3f} nats per token; run once with --verify-sync",
+            )
         entropy = record.get("actor/entropy", math.inf)
         if entropy < self.config.entropy_alarm:
-            yield "entropy", f"entropy is down to {entropy:.4f} nats; try --loss.entropy-coef or more --loss.clip-high"
+            yield (
+                "entropy",
+                f"entropy is down to {entropy:.4f} nats; try --loss.entropy-coef or more --loss.clip-high",
+            )
         if (flat := record.get("reward/frac_zero_std")) is not None:
             self._steps_without_spread = self._steps_without_spread + 1 if flat == 1.0 else 0
         if self._steps_without_spread >= self.config.zero_std_alarm:
-            yield "spread", f"no group had any spread for {self._steps_without_spread} steps: too easy, or too hard"
+            yield (
+                "spread",
+                f"no group had any spread for {self._steps_without_spread} steps: too easy, or too hard",
+            )
 
 
 def _keep_before(file: Path, step: int) -> None:
@@ -313,14 +397,20 @@ def peak_flops() -> float | None:
     return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
 
 
-def model_flops(num_parameters: int, num_layers: int, hidden_size: int, lengths: list[int]) -> float:
-    """FLOPs of forward and backward over sequences of `lengths`: 6 x parameters x tokens + causal attention."""
+def model_flops(
+    num_parameters: int, num_layers: int, hidden_size: int, lengths: list[int]
+) -> float:
+    """FLOPs of forward and backward over sequences of `lengths`: 6 x parameters x tokens + causal
+    attention.
+    """
     attention = 6 * num_layers * hidden_size * sum(length * length for length in lengths)
     return 6 * num_parameters * sum(lengths) + attention
 
 
 class _DeviceSampler:
-    """NVML utilisation and memory in use of this rank's GPU, sampled in a thread every 50 ms; no GPU or NVML: none."""
+    """NVML utilisation and memory in use of this rank's GPU, sampled in a thread every 50 ms; no
+    GPU or NVML: none.
+    """
 
     def __init__(self):
         self._samples: list[tuple[float, float, float]] = []  # time, per cent, GiB
@@ -336,7 +426,8 @@ class _DeviceSampler:
 
         def sample() -> None:
             while True:
-                # Of the device: torch still counts what a sleeping engine has given back as allocated.
+                # Of the device: torch still counts what a sleeping engine has given back as
+                # allocated.
                 used_gb = pynvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30
                 busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
                 self._samples.append((time.perf_counter(), busy, used_gb))
@@ -356,9 +447,15 @@ class _DeviceSampler:
         return found
 
     def mean_utilization(self, name: str) -> float | None:
-        """Mean per cent inside the phases called `name`; None if they lasted under half a second together."""
+        """Mean per cent inside the phases called `name`; None if they lasted under half a second
+        together.
+        """
         spans = [(start, end) for n, start, end in self._spans if n == name]
-        values = [value for t, value, _ in list(self._samples) if any(start <= t <= end for start, end in spans)]
+        values = [
+            value
+            for t, value, _ in list(self._samples)
+            if any(start <= t <= end for start, end in spans)
+        ]
         if sum(end - start for start, end in spans) < 0.5 or not values:
             return None
         return sum(values) / len(values)
@@ -369,10 +466,13 @@ class _DeviceSampler:
 
 
 def plot(metrics_file: Path, out_file: Path) -> None:
-    """Draw the curves of a metrics.jsonl as one picture (nothing where matplotlib is not installed)."""
+    """Draw the curves of a metrics.jsonl as one picture (nothing where matplotlib is not
+    installed).
+    """
     if importlib.util.find_spec("matplotlib") is None:
         return
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -390,7 +490,9 @@ def plot(metrics_file: Path, out_file: Path) -> None:
         for name in names:
             points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
             if points:
-                axis.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 30 else "")
+                axis.plot(
+                    *zip(*points, strict=True), label=name, marker="." if len(points) < 30 else ""
+                )
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
         if axis.lines:

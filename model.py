@@ -1,26 +1,31 @@
 """A Transformers model as FSDP2 shards: loading, precision, optimizer.
 
-The problem. A 7 B model with fp32 master weights, gradients and two Adam moments is 112 GB; on W ranks each should hold
-1/W of it, from the first byte on. Loading the whole checkpoint on each rank first would need W x 28 GB of host memory.
+The problem. A 7 B model with fp32 master weights, gradients and two Adam moments is 112 GB; on W
+ranks each should hold 1/W of it, from the first byte on. Loading the whole checkpoint on each rank
+first would need W x 28 GB of host memory.
 
 How it works.
-1. The model is built without memory for its parameters (on "meta"), but with real buffers: rotary frequencies are not
-   in a checkpoint, and `to_empty` would leave garbage in them.
-2. `fully_shard` splits each decoder layer, then the rest (embedding, final norm, head: one group, they may be tied).
+1. The model is built without memory for its parameters (on "meta"), but with real buffers:
+   rotary frequencies are not in a checkpoint, and `to_empty` would leave garbage in them.
+2. `fully_shard` splits each decoder layer, then the rest (embedding, final norm, head: one
+   group, they may be tied).
 3. Each rank reads only its own rows from the safetensors files, straight into its shard.
        weight [10, D] on 4 ranks: ceil(10 / 4) = 3 rows each -> rows 0-2, 3-5, 6-8, 9
-4. Forward and backward gather one layer at a time in bf16 (on GPU); gradients are summed in fp32; the optimizer updates
-   the fp32 shard. bf16 master weights lose small updates: 0.02 - 1e-6 rounds back to 0.02.
-5. The residual stream, to which every layer adds, stays in fp32. In bf16 each of its 2 L sums would round what all
-   layers before have found: 256 + 0.5 = 256. The sampler does so too (rollout.py); SmolLM2's differ by a third less.
+4. Forward and backward gather one layer at a time in bf16 (on GPU); gradients are summed in
+   fp32; the optimizer updates the fp32 shard. bf16 master weights lose small updates: 0.02 - 1e-6
+   rounds back to 0.02.
+5. The residual stream, to which every layer adds, stays in fp32. In bf16 each of its 2 L sums
+   would round what all layers before have found: 256 + 0.5 = 256. The sampler does so too
+   (rollout.py); SmolLM2's differ by a third less.
 
-FSDP averages gradients over ranks by default. Here every loss is already divided by a count over all ranks, so the
-division is switched off once, in `shard`, and gradients are plain sums.
+FSDP averages gradients over ranks by default. Here every loss is already divided by a count over
+all ranks, so the division is switched off once, in `shard`, and gradients are plain sums.
 
 Dropout is set to 0: a ratio between two passes of one policy must be 1.
 
-What we give up: tensor, context and expert parallelism in the trainer; checkpoints that name tensors differently.
-Sources: Zhao 2023 (FSDP, arXiv:2304.11277); Loshchilov 2019 (AdamW, arXiv:1711.05101).
+What we give up: tensor, context and expert parallelism in the trainer; checkpoints that name
+tensors differently. Sources: Zhao 2023 (FSDP, arXiv:2304.11277); Loshchilov 2019 (AdamW,
+arXiv:1711.05101).
 """
 
 from __future__ import annotations
@@ -48,15 +53,25 @@ from torch.distributed.tensor import DTensor
 @dataclass(frozen=True)
 class ModelConfig:
     master_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights the optimizer updates; bfloat16 halves memory and loses updates below 0.4 % of a weight."""
+    """Type of the weights the optimizer updates; bfloat16 halves memory and loses updates below 0.4
+    % of a weight.
+    """
     activation_checkpointing: bool = False
-    """Keep one activation per layer and compute the others again in the backward: less memory, about 25 % more time."""
+    """Keep one activation per layer and compute the others again in the backward: less memory,
+    about 25 % more time.
+    """
     compile: bool = field(default_factory=lambda: torch.cuda.is_available())
-    """torch.compile each decoder layer (on by default on a GPU): faster, and closer to the sampler's rounding."""
+    """torch.compile each decoder layer (on by default on a GPU): faster, and closer to the
+    sampler's rounding.
+    """
     reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward (ZeRO-3); off: keep them until its backward (ZeRO-2)."""
+    """Free a layer's gathered weights after its forward (ZeRO-3); off: keep them until its backward
+    (ZeRO-2).
+    """
     reduce_every_row: bool = False
-    """Reduce gradients after every row, not once per minibatch: more communication, no unsharded fp32 gradients."""
+    """Reduce gradients after every row, not once per minibatch: more communication, no unsharded
+    fp32 gradients.
+    """
 
 
 @dataclass(frozen=True)
@@ -74,7 +89,9 @@ class OptimConfig:
 
     def __post_init__(self):
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"--optim.betas {self.betas[0]} {self.betas[1]}: must be in [0, 1); try 0.9 0.98")
+            raise ValueError(
+                f"--optim.betas {self.betas[0]} {self.betas[1]}: must be in [0, 1); try 0.9 0.98"
+            )
         if self.warmup_steps < 0 or self.weight_decay < 0 or self.max_grad_norm <= 0:
             raise ValueError(
                 f"--optim.warmup-steps {self.warmup_steps}, --optim.weight-decay {self.weight_decay}: at least 0; "
@@ -83,15 +100,24 @@ class OptimConfig:
 
 
 def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
-    """A 1-D mesh "shard" over all ranks that torchrun started (one rank without it); this rank's device is selected.
+    """A 1-D mesh "shard" over all ranks that torchrun started (one rank without it); this rank's
+    device is selected.
 
-    Collectives fail after timeout_s: it must exceed the longest rollout or reward. Seeds torch alike on all ranks.
+    Collectives fail after timeout_s: it must exceed the longest rollout or reward. Seeds torch
+    alike on all ranks.
     """
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+    }.items():
         os.environ.setdefault(name, value)
     alone = {}
     if "MASTER_PORT" not in os.environ:
-        alone = dict(store=dist.HashStore(), rank=0, world_size=1)  # a single process: no port to collide on
+        alone = dict(
+            store=dist.HashStore(), rank=0, world_size=1
+        )  # a single process: no port to collide on
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -103,7 +129,9 @@ def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
 
 
 def _exit_now(kind, value, trace) -> None:
-    """Report an uncaught exception and leave without clean-up: a normal exit waits for collectives nobody joins."""
+    """Report an uncaught exception and leave without clean-up: a normal exit waits for collectives
+    nobody joins.
+    """
     text = "".join(traceback.format_exception(kind, value, trace))
     print(f"[rank {os.environ.get('RANK', '0')}] {text}", file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -111,7 +139,9 @@ def _exit_now(kind, value, trace) -> None:
 
 
 def leave() -> None:
-    """End a finished run on all ranks: a normal exit would print what the engine's libraries leave. Collective."""
+    """End a finished run on all ranks: a normal exit would print what the engine's libraries leave.
+    Collective.
+    """
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -119,11 +149,12 @@ def leave() -> None:
 
 
 def find_model(name: str, longest: int, built_in: Callable[[], str], flag: str = "--model") -> str:
-    """The local directory of a model: `name` itself if it is one, else its snapshot from the Hub. Collective.
+    """The local directory of a model: `name` itself if it is one, else its snapshot from the Hub.
+    Collective.
 
-    The name "built-in" is what built_in() returns on rank 0. Raises ValueError, which begins with `flag`, for a
-    directory without config.json, for a Hub name that cannot be fetched, and for a model with fewer positions than
-    `longest`, a prompt with its response.
+    The name "built-in" is what built_in() returns on rank 0. Raises ValueError, which begins with
+    `flag`, for a directory without config.json, for a Hub name that cannot be fetched, and for a
+    model with fewer positions than `longest`, a prompt with its response.
     """
     if name == "built-in":
         made = [built_in() if dist.get_rank() == 0 else None]
@@ -131,7 +162,11 @@ def find_model(name: str, longest: int, built_in: Callable[[], str], flag: str =
         name = made[0]
     if not Path(name).exists():
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+        )
 
         patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
         # The first rank of each host downloads, the others then find the files in the cache.
@@ -140,29 +175,47 @@ def find_model(name: str, longest: int, built_in: Callable[[], str], flag: str =
             if (os.environ.get("LOCAL_RANK", "0") == "0") == turn:
                 try:
                     name = snapshot_download(name, allow_patterns=patterns)
-                except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+                except (
+                    HfHubHTTPError,
+                    HFValidationError,
+                    LocalEntryNotFoundError,
+                    OSError,
+                ) as error:
                     why = " ".join(str(error).split())  # on one line
                     problems = [f"{flag} {name}: no such directory, and not on the Hub ({why})"]
-            if dist.is_initialized():  # all ranks must stop together: those left behind would print tracebacks
+            if (
+                dist.is_initialized()
+            ):  # all ranks must stop together: those left behind would print tracebacks
                 mine, problems = problems[0], [None] * dist.get_world_size()
                 dist.all_gather_object(problems, mine)
             if any(problems):
                 raise ValueError(next(filter(None, problems)))
     if not (Path(name) / "config.json").exists():
-        raise ValueError(f"{flag} {name}: has no config.json; give a Hugging Face model directory or a Hub name")
+        raise ValueError(
+            f"{flag} {name}: has no config.json; give a Hugging Face model directory or a Hub name"
+        )
     config = json.loads((Path(name) / "config.json").read_text())
     positions = config.get("max_position_embeddings", longest)
     if longest > positions and not config.get("rope_scaling"):
         lengths = "--data.max-prompt-tokens + --rollout.max-response-tokens"
         advice = f"lower one of them; try {positions // 2} and {positions - positions // 2}"
-        raise ValueError(f"{flag} {name}: has {positions} positions, {lengths} want {longest}; {advice}")
+        raise ValueError(
+            f"{flag} {name}: has {positions} positions, {lengths} want {longest}; {advice}"
+        )
     return name
 
 
 def find_critic(
-    name: str, longest: int, built_in: Callable[[], str], flag: str, policy_path: str, *, has_head: bool
+    name: str,
+    longest: int,
+    built_in: Callable[[], str],
+    flag: str,
+    policy_path: str,
+    *,
+    has_head: bool,
 ) -> str:
-    """find_model for a critic or reward model, which must have the tokens of the policy at policy_path; "" stays "".
+    """find_model for a critic or reward model, which must have the tokens of the policy at
+    policy_path; "" stays "".
 
     has_head: it must be a sequence classifier with one label. Raises ValueError as find_model does.
     """
@@ -178,42 +231,61 @@ def find_critic(
             if "score.weight" in tensors.keys():
                 labels = tensors.get_slice("score.weight").get_shape()[0]
     if has_head and labels != 1:
-        raise ValueError(f"{flag} {name}: is no sequence classifier with one label (score.weight [1, D])")
+        raise ValueError(
+            f"{flag} {name}: is no sequence classifier with one label (score.weight [1, D])"
+        )
     theirs, ours = (AutoTokenizer.from_pretrained(p).get_vocab() for p in (path, policy_path))
     if theirs != ours:
-        raise ValueError(f"{flag} {name}: has other tokens than the policy; they must share a tokenizer")
+        raise ValueError(
+            f"{flag} {name}: has other tokens than the policy; they must share a tokenizer"
+        )
     return path
 
 
-def load_policy(path: str, mesh: DeviceMesh, config: ModelConfig | None = None, *, trainable: bool = True) -> nn.Module:
-    """The causal language model at `path` as FSDP2 shards over `mesh`, in training mode without dropout.
+def load_policy(
+    path: str, mesh: DeviceMesh, config: ModelConfig | None = None, *, trainable: bool = True
+) -> nn.Module:
+    """The causal language model at `path` as FSDP2 shards over `mesh`, in training mode without
+    dropout.
 
-    Collective. trainable False: a frozen reference, in the compute dtype (bf16 on GPU, fp32 on CPU).
-    Raises ValueError for a directory without safetensors, and for tensors that are missing or have another shape.
+    Collective. trainable False: a frozen reference, in the compute dtype (bf16 on GPU, fp32 on
+    CPU). Raises ValueError for a directory without safetensors, and for tensors that are missing or
+    have another shape.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    return _load(AutoModelForCausalLM, AutoConfig.from_pretrained(path), path, mesh, config, trainable)
+    return _load(
+        AutoModelForCausalLM, AutoConfig.from_pretrained(path), path, mesh, config, trainable
+    )
 
 
-def load_critic(path: str, mesh: DeviceMesh, config: ModelConfig | None = None, *, trainable: bool = True) -> nn.Module:
-    """The decoder at `path` under a head `score` of one number per token (sequence classification with one label).
+def load_critic(
+    path: str, mesh: DeviceMesh, config: ModelConfig | None = None, *, trainable: bool = True
+) -> nn.Module:
+    """The decoder at `path` under a head `score` of one number per token (sequence classification
+    with one label).
 
-    As load_policy. A checkpoint without the head, such as the policy's, gets a head of zeros: first values are 0.
-    trainable False: a frozen reward model, which must bring its head.
+    As load_policy. A checkpoint without the head, such as the policy's, gets a head of zeros: first
+    values are 0. trainable False: a frozen reward model, which must bring its head.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     hf_config = AutoConfig.from_pretrained(path, num_labels=1)
     new = ("score.weight",) if trainable else ()
-    return _load(AutoModelForSequenceClassification, hf_config, path, mesh, config, trainable, new=new)
+    return _load(
+        AutoModelForSequenceClassification, hf_config, path, mesh, config, trainable, new=new
+    )
 
 
-def _load(auto_class, hf_config, path: str, mesh, config: ModelConfig | None, trainable: bool, new=()) -> nn.Module:
+def _load(
+    auto_class, hf_config, path: str, mesh, config: ModelConfig | None, trainable: bool, new=()
+) -> nn.Module:
     config = config or ModelConfig()
     for unsupported in ("logit_scale", "logits_scaling"):
         if getattr(hf_config, unsupported, 1.0) != 1.0:
-            raise ValueError(f"{path}: models that scale their logits ({unsupported}) are not supported")
+            raise ValueError(
+                f"{path}: models that scale their logits ({unsupported}) are not supported"
+            )
     for name, value in list(vars(hf_config).items()):
         if "drop" in name and isinstance(value, float):
             setattr(hf_config, name, 0.0)
@@ -225,19 +297,25 @@ def _load(auto_class, hf_config, path: str, mesh, config: ModelConfig | None, tr
     load_shards(model, path, new=new)
     if not trainable:
         model.requires_grad_(False)
-        model.set_reshard_after_forward(True)  # no backward will come to free what a forward has gathered
+        model.set_reshard_after_forward(
+            True
+        )  # no backward will come to free what a forward has gathered
     return model
 
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules built inside have parameters without memory, and real buffers (which no checkpoint holds)."""
+    """Modules built inside have parameters without memory, and real buffers (which no checkpoint
+    holds).
+    """
     register = nn.Module.register_parameter
 
     def register_on_meta(self, name, param):
         register(self, name, param)
         if param is not None and not param.is_meta:
-            self._parameters[name] = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
+            self._parameters[name] = nn.Parameter(
+                param.data.to("meta"), requires_grad=param.requires_grad
+            )
 
     nn.Module.register_parameter = register_on_meta
     try:
@@ -246,21 +324,32 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, config: ModelConfig, compute_dtype: torch.dtype) -> nn.Module:
-    """`model`, built under parameters_on_meta, split over `mesh` by decoder layer, with uninitialised shards."""
+def shard(
+    model: nn.Module, mesh: DeviceMesh, config: ModelConfig, compute_dtype: torch.dtype
+) -> nn.Module:
+    """`model`, built under parameters_on_meta, split over `mesh` by decoder layer, with
+    uninitialised shards.
+    """
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    layers = next(part for part in model.get_decoder().children() if isinstance(part, nn.ModuleList))
+    layers = next(
+        part for part in model.get_decoder().children() if isinstance(part, nn.ModuleList)
+    )
     if config.compile:
-        torch._dynamo.config.recompile_limit = 64  # all models share their layers' code; past the limit it runs eager
+        torch._dynamo.config.recompile_limit = (
+            64  # all models share their layers' code; past the limit it runs eager
+        )
         for layer in layers:
             layer.compile(dynamic=True)
     if compute_dtype != torch.float32:
         _keep_residual_in_fp32(model.get_decoder(), compute_dtype)
     # Casting inputs would round the residual stream before each layer.
-    policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for part in [*layers, model]:
-        # The root is gathered once per forward and needed again at once by the backward of the head.
+        # The root is gathered once per forward and needed again at once by the backward of the
+        # head.
         reshard = config.reshard_after_forward and part is not model
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     for module in model.modules():
@@ -275,15 +364,23 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: ModelConfig, compute_dtype
 
 
 def _keep_residual_in_fp32(decoder: nn.Module, dtype: torch.dtype) -> None:
-    """What the layers of `decoder` add to is fp32 from the embedding on; what enters a product is rounded to dtype."""
+    """What the layers of `decoder` add to is fp32 from the embedding on; what enters a product is
+    rounded to dtype.
+    """
     if any(isinstance(module, nn.LayerNorm) for module in decoder.modules()):
-        return  # takes no fp32 input beside bf16 weights; vLLM keeps the stream of such models in bf16 as well
-    decoder.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output.float())
+        # takes no fp32 input beside bf16 weights; vLLM keeps the stream of such models in bf16 as
+        # well
+        return
+    decoder.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: output.float()
+    )
     for module in decoder.modules():
         if type(module).__name__.endswith("Norm"):
             module.register_forward_hook(lambda module, inputs, output: output.to(dtype))
         elif type(module).__name__.endswith("RotaryEmbedding"):
-            module.register_forward_hook(lambda module, inputs, output: tuple(x.to(dtype) for x in output))
+            module.register_forward_hook(
+                lambda module, inputs, output: tuple(x.to(dtype) for x in output)
+            )
         elif isinstance(module, nn.Linear):  # in some models attention reads the stream itself
             module.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(dtype),))
 
@@ -291,17 +388,22 @@ def _keep_residual_in_fp32(decoder: nn.Module, dtype: torch.dtype) -> None:
 def load_shards(model: nn.Module, path: str, *, new: tuple[str, ...] = ()) -> None:
     """Fill this rank's shards from the safetensors files in `path`, reading only its rows.
 
-    new: names of parameters that the checkpoint need not have: they become 0. Raises as load_policy does.
+    new: names of parameters that the checkpoint need not have: they become 0. Raises as load_policy
+    does.
     """
     from safetensors import safe_open
 
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{path}: has no *.safetensors files; save it with model.save_pretrained(dir) first")
+        raise ValueError(
+            f"{path}: has no *.safetensors files; save it with model.save_pretrained(dir) first"
+        )
     with contextlib.ExitStack() as stack:
         handles = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
         where = {name: handle for handle in handles for name in handle.keys()}
-        parameters = {clean_name(name): p for name, p in model.named_parameters()}  # a tied head is listed once
+        parameters = {
+            clean_name(name): p for name, p in model.named_parameters()
+        }  # a tied head is listed once
         missing = [name for name in parameters if name not in where and name not in new]
         if missing:
             kind = type(model).__name__.removeprefix("FSDP")
@@ -317,27 +419,37 @@ def load_shards(model: nn.Module, path: str, *, new: tuple[str, ...] = ()) -> No
 @torch.no_grad()
 def _load_rows(parameter: Tensor, rows, label: str) -> None:
     if list(parameter.shape) != rows.get_shape():
-        raise ValueError(f"{label} has shape {rows.get_shape()}, the model wants {list(parameter.shape)}")
+        raise ValueError(
+            f"{label} has shape {rows.get_shape()}, the model wants {list(parameter.shape)}"
+        )
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     start = 0
     if isinstance(parameter, DTensor):
         mesh, axis = parameter.device_mesh, parameter.device_mesh.mesh_dim_names.index("shard")
-        start = min(math.ceil(parameter.shape[0] / mesh.size(axis)) * mesh.get_local_rank(axis), parameter.shape[0])
+        start = min(
+            math.ceil(parameter.shape[0] / mesh.size(axis)) * mesh.get_local_rank(axis),
+            parameter.shape[0],
+        )
     if local.numel():
         local.copy_(rows[start : start + local.shape[0]])
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name in the checkpoint, without the prefixes of torch.compile and activation checkpointing."""
+    """A parameter's name in the checkpoint, without the prefixes of torch.compile and activation
+    checkpointing.
+    """
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Set target's shards to source's, which must be split alike (a reference refreshed from the policy)."""
+    """Set target's shards to source's, which must be split alike (a reference refreshed from the
+    policy).
+    """
     for module in [*source.modules(), *target.modules()]:
         if isinstance(module, FSDPModule):
-            module.reshard()  # a forward without backward leaves whole parameters in the place of the shards
+            # a forward without backward leaves whole parameters in the place of the shards
+            module.reshard()
     for p, q in zip(source.parameters(), target.parameters(), strict=True):
         q.to_local().copy_(p.to_local())
 
@@ -349,7 +461,9 @@ def memory_plan(path: str, num_ranks: int, config: ModelConfig, *, frozen_copies
     num_parameters = 0
     for file in Path(path).glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
-            num_parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())
+            num_parameters += sum(
+                math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()
+            )
     gib = num_parameters / num_ranks / 2**30
     master = 4 if config.master_dtype == "float32" else 2
     frozen = frozen_copies * (2 if torch.cuda.is_available() else 4)
@@ -359,18 +473,26 @@ def memory_plan(path: str, num_ranks: int, config: ModelConfig, *, frozen_copies
     )
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; weight decay on matrices alone. State has the dtype of the parameters."""
+def make_optimizer(
+    model: nn.Module, config: OptimConfig, learning_rate: float
+) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; weight decay on matrices alone. State has the dtype of
+    the parameters.
+    """
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=config.betas, fused=True)
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=learning_rate, betas=config.betas, fused=True
+    )
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig) -> float:
-    """Learning rate of 0-based `step`: linear warm-up to `peak`, then the decay down to peak / 10 at the last step."""
+    """Learning rate of 0-based `step`: linear warm-up to `peak`, then the decay down to peak / 10
+    at the last step.
+    """
     if step < config.warmup_steps:
         return peak * (step + 1) / (config.warmup_steps + 1)
     if config.decay == "constant":
@@ -383,11 +505,14 @@ def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig
 def optimizer_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, learning_rate: float, max_grad_norm: float
 ) -> float:
-    """Clip by the global norm, step, clear; returns the norm before clipping (the one host sync of an update).
+    """Clip by the global norm, step, clear; returns the norm before clipping (the one host sync of
+    an update).
 
     Raises FloatingPointError on a norm that is not finite, before any weight changes.
     """
-    norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], max_grad_norm)
+    norm = nn.utils.clip_grad_norm_(
+        [p for p in model.parameters() if p.requires_grad], max_grad_norm
+    )
     norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not math.isfinite(norm):
         kind = type(model).__name__.removeprefix("FSDP")

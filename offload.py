@@ -1,15 +1,17 @@
 """Models and optimizers that a phase does not use wait in host memory.
 
-The problem. The phases of a step need different things: sampling the engine, scoring the reward model, the update the
-optimizers. For a 7 B model Adam's two fp32 moments are 57 GB, and the KV cache would like that room while it samples.
+The problem. The phases of a step need different things: sampling the engine, scoring the reward
+model, the update the optimizers. For a 7 B model Adam's two fp32 moments are 57 GB, and the KV
+cache would like that room while it samples.
 
-How it works. What is to wait is copied into pinned host memory, and its device storage is resized to 0 bytes. The
-tensors stay what they are: FSDP2's flat views of a shard and its DTensors share one storage, so giving that its bytes
-back brings all of them back at once, and nobody holds a stale pointer.
+How it works. What is to wait is copied into pinned host memory, and its device storage is resized
+to 0 bytes. The tensors stay what they are: FSDP2's flat views of a shard and its DTensors share one
+storage, so giving that its bytes back brings all of them back at once, and nobody holds a stale
+pointer.
     with offload.present(critic, critic_optimizer):      # copied in; at the end copied out again
         ...
-Pinned memory is taken once, in one piece per owner, and kept: pinning is slower than the copy. Copies of one owner
-overlap each other, and the host waits once.
+Pinned memory is taken once, in one piece per owner, and kept: pinning is slower than the copy.
+Copies of one owner overlap each other, and the host waits once.
 
     what                    fp32 bytes a parameter     7 B over 1 rank: time at 50 GB/s
     Adam's moments          8                          57 GB, 1.1 s each way
@@ -33,13 +35,17 @@ Owner = nn.Module | torch.optim.Optimizer
 
 
 class Offload:
-    """Keeps `owners` in host memory except inside `present`; with enabled False everything stays where it is."""
+    """Keeps `owners` in host memory except inside `present`; with enabled False everything stays
+    where it is.
+    """
 
     def __init__(self, enabled: bool, *owners: Owner | None):
         """The owners leave the device now. None stands for a model that a run does without."""
         self._host: dict[int, list[Tensor]] = {}  # by id of the owner: pinned buffers
         self._owners = [owner for owner in owners if owner is not None] if enabled else []
-        self._away: dict[int, list[Tensor]] = {}  # by id of the owner: its tensors that have no storage now
+        self._away: dict[
+            int, list[Tensor]
+        ] = {}  # by id of the owner: its tensors that have no storage now
         for owner in self._owners:
             self._park(owner)
 
@@ -57,10 +63,14 @@ class Offload:
     def _park(self, owner: Owner) -> None:
         tensors = list(_storages(owner))
         buffers = self._host.get(id(owner), [])
-        if [b.numel() for b in buffers] != [t.numel() for t in tensors]:  # the first time, and when Adam has made state
+        if [b.numel() for b in buffers] != [
+            t.numel() for t in tensors
+        ]:  # the first time, and when Adam has made state
             sizes = [t.numel() for t in tensors]
             # In one piece: torch rounds each pinned block up to a power of two.
-            buffers = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available()).split(sizes)
+            buffers = torch.empty(
+                sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available()
+            ).split(sizes)
         for buffer, tensor in zip(buffers, tensors, strict=True):
             buffer.copy_(tensor, non_blocking=True)
         if torch.cuda.is_available():
@@ -77,14 +87,19 @@ class Offload:
 
 
 def _storages(owner: Owner) -> Iterator[Tensor]:
-    """The bytes of each storage, [bytes] uint8, that holds the owner's parameters or optimizer state on this rank."""
+    """The bytes of each storage, [bytes] uint8, that holds the owner's parameters or optimizer
+    state on this rank.
+    """
     if isinstance(owner, nn.Module):
         for module in owner.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # a forward without backward leaves whole parameters in the place of the shards
+                # a forward without backward leaves whole parameters in the place of the shards
+                module.reshard()
         tensors = list(owner.parameters())
     else:
-        tensors = [x for state in owner.state.values() for x in state.values() if isinstance(x, Tensor)]
+        tensors = [
+            x for state in owner.state.values() for x in state.values() if isinstance(x, Tensor)
+        ]
     seen = set()
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

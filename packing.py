@@ -1,21 +1,23 @@
-"""Variable-length sequences packed into full rows, balanced over ranks, the same number of rows on every rank.
+"""Variable-length sequences packed into full rows, balanced over ranks, the same number of rows on
+every rank.
 
-The problem. Responses of a reasoning model are log-normal: most are short, a few reach the limit. Padded to the longest
-one, a batch is 24 to 66 % full; the rest of the work goes into pads. Packed into rows of a fixed number of tokens, the
-same batch is 98 % full, and a row's memory is known before the first forward.
+The problem. Responses of a reasoning model are log-normal: most are short, a few reach the limit.
+Padded to the longest one, a batch is 24 to 66 % full; the rest of the work goes into pads. Packed
+into rows of a fixed number of tokens, the same batch is 98 % full, and a row's memory is known
+before the first forward.
 
 How it works. Three steps, each cheap (4,096 sequences: some 20 ms):
 
-1. `balance` deals sequences to ranks so that predicted time is equal. Attention is quadratic within a sequence, so the
-   cost of length l is l + l^2 / (2 C), not l; C is the row size. Longest first, each to the cheapest rank so far
-   (Graham's LPT rule: the most expensive rank is at most 4/3 of the optimum, in practice within 0.1 % from 512
-   sequences on).
+1. `balance` deals sequences to ranks so that predicted time is equal. Attention is quadratic
+   within a sequence, so the cost of length l is l + l^2 / (2 C), not l; C is the row size. Longest
+   first, each to the cheapest rank so far (Graham's LPT rule: the most expensive rank is at most
+   4/3 of the optimum, in practice within 0.1 % from 512 sequences on).
 2. `first_fit_decreasing` fills one rank's rows: longest first, each into the first row with room.
        lengths 7 5 4 3 1, capacity 10  ->  rows [7 3] [5 4 1]
    (at most 11/9 of the optimum + 1 row).
-3. All ranks agree on the number of rows (the largest), and `pack(..., num_rows)` adds empty rows where a rank has
-   fewer: FSDP gathers parameters in every forward, so a rank that runs fewer forwards than the others hangs them. An
-   empty row is one masked token.
+3. All ranks agree on the number of rows (the largest), and `pack(..., num_rows)` adds empty rows
+   where a rank has fewer: FSDP gathers parameters in every forward, so a rank that runs fewer
+   forwards than the others hangs them. An empty row is one masked token.
 
 A row is flat. Letters: N tokens in a row, S sequences in a row.
     tokens        7 8 9 | 4 5          [N]
@@ -23,11 +25,12 @@ A row is flat. Letters: N tokens in a row, S sequences in a row.
     cu_seqlens    0 3 5                [S+1]  where attention must stop
 `x[i]` belongs to `tokens[i]` in every field, so a field is cut and joined exactly like the tokens.
 
-What we give up. One token budget for all rows, no sequence split over rows (a sequence longer than the capacity gets
-its own row, which is then longer than asked for). Production systems also split one sequence over ranks.
+What we give up. One token budget for all rows, no sequence split over rows (a sequence longer than
+the capacity gets its own row, which is then longer than asked for). Production systems also split
+one sequence over ranks.
 
-Source: Johnson 1973 (first-fit decreasing), Graham 1969 (LPT), Krell et al. 2021 "Efficient sequence packing without
-cross-contamination" (arXiv:2107.02027).
+Source: Johnson 1973 (first-fit decreasing), Graham 1969 (LPT), Krell et al. 2021 "Efficient
+sequence packing without cross-contamination" (arXiv:2107.02027).
 """
 
 from __future__ import annotations
@@ -58,21 +61,31 @@ class BatchConfig:
     """Tokens in one packed row, what one forward works on: as many as memory allows."""
 
     def __post_init__(self):
-        sizes = self.prompts_per_step, self.group_size, self.num_minibatches, self.num_epochs, self.tokens_per_row
+        sizes = (
+            self.prompts_per_step,
+            self.group_size,
+            self.num_minibatches,
+            self.num_epochs,
+            self.tokens_per_row,
+        )
         if min(sizes) < 1:
             raise ValueError(
                 "--prompts-per-step {}, --group-size {}, --num-minibatches {}, --num-epochs {}, --tokens-per-row {}: "
                 "each must be at least 1; try 64, 8, 1, 1 and 16384".format(*sizes)
             )
         if self.prompts_per_step % self.num_minibatches:
-            nearest = max(1, round(self.prompts_per_step / self.num_minibatches)) * self.num_minibatches
+            nearest = (
+                max(1, round(self.prompts_per_step / self.num_minibatches)) * self.num_minibatches
+            )
             raise ValueError(
                 f"--prompts-per-step {self.prompts_per_step}: must be divisible by --num-minibatches "
                 f"{self.num_minibatches}; try --prompts-per-step {nearest}"
             )
 
     def minibatch_order(self, totals: Sequence[Mapping[str, int]], seed: object) -> list[int]:
-        """Each minibatch that has response tokens (by lay_out's totals) once per epoch; shuffled from the second on."""
+        """Each minibatch that has response tokens (by lay_out's totals) once per epoch; shuffled
+        from the second on.
+        """
         order = []
         for epoch in range(self.num_epochs):
             minibatches = list(range(self.num_minibatches))
@@ -82,7 +95,9 @@ class BatchConfig:
         return order
 
     def minibatches(self, positions: Sequence[int]) -> list[int]:
-        """The minibatch of each of this rank's prompts: equal slices of all ranks' prompts by position. Collective."""
+        """The minibatch of each of this rank's prompts: equal slices of all ranks' prompts by
+        position. Collective.
+        """
         everyone: list = [list(positions)]
         if dist.is_initialized():
             everyone = [None] * dist.get_world_size()
@@ -99,7 +114,8 @@ class BatchConfig:
         )
 
     def rows_of_all_sizes(self, num_tokens: int) -> list[PackedRow]:
-        """What a run may meet: the largest row, full of sequences of num_tokens tokens, half of it, ..., and none.
+        """What a run may meet: the largest row, full of sequences of num_tokens tokens, half of it,
+        ..., and none.
 
         Compiled code is chosen by ranges of a row's length.
         """
@@ -125,12 +141,20 @@ class PackedRow:
     position_ids: Tensor  # [N] int64, restarting at 0
     cu_seqlens: Tensor  # [S+1] int32, starts at 0 and ends at N
     max_seqlen: int  # host integer: a kernel needs it without a device sync
-    num_response_tokens: int  # tokens with response_mask set: the weight of this row in a mean over tokens
-    source: tuple[int, ...]  # index of each of the S sequences in the list that was packed; () for an empty row
-    fields: dict[str, Tensor] = field(default_factory=dict)  # every other per-token tensor, [N] each
+    num_response_tokens: (
+        int  # tokens with response_mask set: the weight of this row in a mean over tokens
+    )
+    source: tuple[
+        int, ...
+    ]  # index of each of the S sequences in the list that was packed; () for an empty row
+    fields: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # every other per-token tensor, [N] each
 
     def to(self, device: torch.device | str) -> PackedRow:
-        """The same row with its tensors on `device`; copies from pinned or small host tensors do not block."""
+        """The same row with its tensors on `device`; copies from pinned or small host tensors do
+        not block.
+        """
 
         def moved(x: Tensor) -> Tensor:
             return x.to(device, non_blocking=True)
@@ -145,14 +169,18 @@ class PackedRow:
 
 
 def sequence_cost(length: int, capacity: int) -> float:
-    """length + length^2 / (2 capacity): predicted time of a sequence, in units of one token's linear layers."""
+    """length + length^2 / (2 capacity): predicted time of a sequence, in units of one token's
+    linear layers.
+    """
     return length + length * length / (2 * capacity)
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Indices of `costs` dealt to `num_parts` lists with nearly equal sums; each list is in ascending order.
+    """Indices of `costs` dealt to `num_parts` lists with nearly equal sums; each list is in
+    ascending order.
 
-    Ties are broken by index, so every rank computes the same answer from the same costs. A list may be empty.
+    Ties are broken by index, so every rank computes the same answer from the same costs. A list may
+    be empty.
     """
     heap = [(0.0, part) for part in range(num_parts)]
     parts: list[list[int]] = [[] for _ in range(num_parts)]
@@ -164,10 +192,11 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of `lengths` grouped into bins of at most `capacity` tokens; a longer sequence gets a bin of its own.
+    """Indices of `lengths` grouped into bins of at most `capacity` tokens; a longer sequence gets a
+    bin of its own.
 
-    The first bin with room takes the next-longest sequence. A tournament tree over the bins' free room finds it in
-    O(log bins). Raises ValueError for a length or a capacity below 1.
+    The first bin with room takes the next-longest sequence. A tournament tree over the bins' free
+    room finds it in O(log bins). Raises ValueError for a length or a capacity below 1.
     """
     if min([capacity, *lengths]) < 1:
         raise ValueError(
@@ -198,12 +227,14 @@ def pack(
     num_rows: int | None = None,
     like: Mapping[str, Tensor] | None = None,
 ) -> list[PackedRow]:
-    """Rows of at most `capacity` tokens that hold each sequence once, in `num_rows` rows (empty ones added) if given.
+    """Rows of at most `capacity` tokens that hold each sequence once, in `num_rows` rows (empty
+    ones added) if given.
 
-    Each sequence maps "tokens" to [L] int64 and any other names to [L] tensors ("response_mask" among them, if the
-    rows' num_response_tokens is wanted). All sequences have the same names. Inputs are not modified. `like` is any
-    sequence with these names and dtypes: it shapes the empty rows of a rank that has no sequence at all.
-    Raises ValueError for an empty sequence, and for a num_rows that does not hold them.
+    Each sequence maps "tokens" to [L] int64 and any other names to [L] tensors ("response_mask"
+    among them, if the rows' num_response_tokens is wanted). All sequences have the same names.
+    Inputs are not modified. `like` is any sequence with these names and dtypes: it shapes the empty
+    rows of a rank that has no sequence at all. Raises ValueError for an empty sequence, and for a
+    num_rows that does not hold them.
     """
     bins = first_fit_decreasing([len(s["tokens"]) for s in sequences], capacity)
     if num_rows is not None and num_rows < len(bins):
@@ -212,16 +243,22 @@ def pack(
         )
     rows = [_join(sequences, members) for members in bins]
     num_empty = 0 if num_rows is None else num_rows - len(rows)
-    return rows + [_empty_row(like or (sequences[0] if sequences else {})) for _ in range(num_empty)]
+    return rows + [
+        _empty_row(like or (sequences[0] if sequences else {})) for _ in range(num_empty)
+    ]
 
 
 def _join(sequences: Sequence[Mapping[str, Tensor]], members: Sequence[int]) -> PackedRow:
     lengths = [len(sequences[i]["tokens"]) for i in members]
     names = sequences[members[0]].keys()
-    assert all(sequences[i].keys() == names for i in members), f"sequences with other fields than {list(names)}"
+    assert all(sequences[i].keys() == names for i in members), (
+        f"sequences with other fields than {list(names)}"
+    )
     joined = {name: torch.cat([sequences[i][name] for i in members]) for name in names}
     tokens = joined.pop("tokens")
-    assert all(len(x) == len(tokens) for x in joined.values()), {name: x.shape for name, x in joined.items()}
+    assert all(len(x) == len(tokens) for x in joined.values()), {
+        name: x.shape for name, x in joined.items()
+    }
     return PackedRow(
         tokens=tokens,
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
@@ -237,7 +274,15 @@ def _empty_row(like: Mapping[str, Tensor]) -> PackedRow:
     fields = {name: torch.zeros(1, dtype=x.dtype) for name, x in like.items() if name != "tokens"}
     zero = torch.zeros(1, dtype=torch.int64)
     cu_seqlens = torch.tensor([0, 1], dtype=torch.int32)
-    return PackedRow(zero, zero, cu_seqlens, 1, 0, (), {"response_mask": torch.zeros(1, dtype=torch.bool)} | fields)
+    return PackedRow(
+        zero,
+        zero,
+        cu_seqlens,
+        1,
+        0,
+        (),
+        {"response_mask": torch.zeros(1, dtype=torch.bool)} | fields,
+    )
 
 
 def unpack(row: PackedRow, values: Tensor) -> list[Tensor]:
@@ -254,16 +299,24 @@ def packing_efficiency(rows: Sequence[PackedRow], capacity: int) -> float:
 
 
 def sequence(
-    prompt_ids: Tensor, response_ids: Tensor, *, learn: bool = True, **response_fields: Tensor | float
+    prompt_ids: Tensor,
+    response_ids: Tensor,
+    *,
+    learn: bool = True,
+    **response_fields: Tensor | float,
 ) -> dict[str, Tensor]:
-    """One sequence for pack(): "tokens", "response_mask" (all False unless `learn`) and the fields, 0 on the prompt.
+    """One sequence for pack(): "tokens", "response_mask" (all False unless `learn`) and the fields,
+    0 on the prompt.
 
-    prompt_ids [p], response_ids [r]; a field is a tensor [r] or one number for all response tokens: [p + r] fp32. The
-    mask follows from the lengths alone: a pad, an end, or another stop token in the response is a token like any other.
+    prompt_ids [p], response_ids [r]; a field is a tensor [r] or one number for all response tokens:
+    [p + r] fp32. The mask follows from the lengths alone: a pad, an end, or another stop token in
+    the response is a token like any other.
     """
     num_prompt, num_response = len(prompt_ids), len(response_ids)
     # Its first token would be scored from the state before it: that of another sequence in the row.
-    assert num_prompt > 0 or num_response == 0, "a response without a prompt has no state to be predicted from"
+    assert num_prompt > 0 or num_response == 0, (
+        "a response without a prompt has no state to be predicted from"
+    )
     mask = torch.zeros(num_prompt + num_response, dtype=torch.bool)
     mask[num_prompt:] = learn
     made = {"tokens": torch.cat([prompt_ids, response_ids]), "response_mask": mask}
@@ -274,7 +327,9 @@ def sequence(
 
 
 def empty_sequence(*response_fields: str) -> dict[str, Tensor]:
-    """A sequence without tokens, for its names and types: what an empty row must have on a rank without sequences."""
+    """A sequence without tokens, for its names and types: what an empty row must have on a rank
+    without sequences.
+    """
     nothing = torch.zeros(0, dtype=torch.int64)
     return sequence(nothing, nothing, **dict.fromkeys(response_fields, 0.0))
 
@@ -287,41 +342,63 @@ def lay_out(
     exchange: Callable,
     like: Mapping[str, Tensor],
 ) -> tuple[list[list[PackedRow]], list[dict[str, int]]]:
-    """Rows of each minibatch on this rank, the same number on all ranks, and what each minibatch holds over all ranks:
-    {"tokens": response tokens, "sequences": sequences with a response token}. Collective over all ranks.
+    """Rows of each minibatch on this rank, the same number on all ranks, and what each minibatch
+    holds over all ranks: {"tokens": response tokens, "sequences": sequences with a response token}.
+    Collective over all ranks.
 
-    sequences and the minibatch of each: this rank's own, before load is evened out. exchange: exchange.exchange, or a
-    stand-in for one rank. like: a sequence with the names and dtypes, for ranks that have none.
+    sequences and the minibatch of each: this rank's own, before load is evened out. exchange:
+    exchange.exchange, or a stand-in for one rank. like: a sequence with the names and dtypes, for
+    ranks that have none.
     """
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     num_minibatches, capacity = config.num_minibatches, config.tokens_per_row
-    mine = [(m, len(s["tokens"]), int(s["response_mask"].sum())) for m, s in zip(minibatches, sequences, strict=True)]
+    mine = [
+        (m, len(s["tokens"]), int(s["response_mask"].sum()))
+        for m, s in zip(minibatches, sequences, strict=True)
+    ]
     ranks = [mine]
     if world > 1:
         ranks = [None] * world
         dist.all_gather_object(ranks, mine)
     everyone = [entry for entries in ranks for entry in entries]
     totals = [
-        {"tokens": sum(n for m, _, n in everyone if m == k), "sequences": sum(n > 0 for m, _, n in everyone if m == k)}
+        {
+            "tokens": sum(n for m, _, n in everyone if m == k),
+            "sequences": sum(n > 0 for m, _, n in everyone if m == k),
+        }
         for k in range(num_minibatches)
     ]
-    destination = assign([length for _, length, _ in everyone], [m for m, _, _ in everyone], world, capacity)
+    destination = assign(
+        [length for _, length, _ in everyone], [m for m, _, _ in everyone], world, capacity
+    )
     start = sum(len(entries) for entries in ranks[:rank])
     received = exchange(list(sequences), destination[start : start + len(mine)])
     # exchange keeps the order of `everyone`, so the minibatch of what arrives need not travel.
     arrived = [m for (m, _, _), where in zip(everyone, destination, strict=True) if where == rank]
-    parts = [[s for s, m in zip(received, arrived, strict=True) if m == k] for k in range(num_minibatches)]
-    num_rows = torch.tensor([len(first_fit_decreasing([len(s["tokens"]) for s in part], capacity)) for part in parts])
+    parts = [
+        [s for s, m in zip(received, arrived, strict=True) if m == k]
+        for k in range(num_minibatches)
+    ]
+    num_rows = torch.tensor(
+        [len(first_fit_decreasing([len(s["tokens"]) for s in part], capacity)) for part in parts]
+    )
     if world > 1:
         dist.all_reduce(num_rows, op=dist.ReduceOp.MAX)
-    rows = [pack(part, capacity, num_rows=n, like=like) for part, n in zip(parts, num_rows.tolist(), strict=True)]
+    rows = [
+        pack(part, capacity, num_rows=n, like=like)
+        for part, n in zip(parts, num_rows.tolist(), strict=True)
+    ]
     return rows, totals
 
 
-def assign(lengths: Sequence[int], minibatches: Sequence[int], num_ranks: int, capacity: int) -> list[int]:
-    """The rank of each sequence, such that within every minibatch the ranks' predicted times are nearly equal.
+def assign(
+    lengths: Sequence[int], minibatches: Sequence[int], num_ranks: int, capacity: int
+) -> list[int]:
+    """The rank of each sequence, such that within every minibatch the ranks' predicted times are
+    nearly equal.
 
-    lengths and minibatches: length and minibatch of every sequence of all ranks, in an order all ranks agree on.
+    lengths and minibatches: length and minibatch of every sequence of all ranks, in an order all
+    ranks agree on.
     """
     destination = [0] * len(lengths)
     for minibatch in sorted(set(minibatches)):

@@ -1,23 +1,26 @@
 """FSDP2 shards -> full tensors, bucket by bucket -> the sampler's engine.
 
-The problem. Trainer and sampler keep the same weights in different layouts: 1/W of every tensor in fp32 here, whole (or
-tensor-parallel) tensors in bf16 there. Before each rollout the weights must cross. Gathering the whole model first
-costs a full copy on every rank (15 GB for 7 B); gathering tensor by tensor costs a collective per tensor; gathering
-fp32 moves twice the bytes.
+The problem. Trainer and sampler keep the same weights in different layouts: 1/W of every tensor in
+fp32 here, whole (or tensor-parallel) tensors in bf16 there. Before each rollout the weights must
+cross. Gathering the whole model first costs a full copy on every rank (15 GB for 7 B); gathering
+tensor by tensor costs a collective per tensor; gathering fp32 moves twice the bytes.
 
 How it works.
 1. Cast the local shard to the sampler's dtype, then gather: half the bytes.
 2. Tensors are grouped into buckets; one all-gather per bucket.
        rank 0 sends [a0 b0 c0], rank 1 sends [a1 b1 c1]   ->   a = a0 a1, b = b0 b1, c = c0 c1
 3. While the engine loads one bucket, the next one is already being gathered.
-4. The engine's own loader slices for tensor parallelism and fuses q, k, v; it takes the checkpoint's names.
-A tied head is one parameter and is sent once, under the embedding's name. On one rank nothing is gathered, only cast.
+4. The engine's own loader slices for tensor parallelism and fuses q, k, v; it takes the
+   checkpoint's names.
+A tied head is one parameter and is sent once, under the embedding's name. On one rank nothing is
+gathered, only cast.
 
-Peak extra memory: bucket_bytes plus the largest tensor, if the consumer drops what it was given. Bytes received per
-rank: (W - 1) / W of the model in the sampler's dtype, which is the minimum for a sampler that holds whole tensors.
-What we give up: with W equal to the tensor-parallel size each rank needs only its own slices; HybridFlow's
-zero-redundancy layout (section 5.3) then moves almost nothing. Here every rank gathers whole tensors.
-Sources: Sheng 2024 (HybridFlow, arXiv:2409.19256, section 5).
+Peak extra memory: bucket_bytes plus the largest tensor, if the consumer drops what it was given.
+Bytes received per rank: (W - 1) / W of the model in the sampler's dtype, which is the minimum for a
+sampler that holds whole tensors. What we give up: with W equal to the tensor-parallel size each
+rank needs only its own slices; HybridFlow's zero-redundancy layout (section 5.3) then moves almost
+nothing. Here every rank gathers whole tensors. Sources: Sheng 2024 (HybridFlow, arXiv:2409.19256,
+section 5).
 """
 
 from __future__ import annotations
@@ -31,23 +34,29 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-
 # torch 2.13 has a new name for it and warns about the old one.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def sync_weights(model: nn.Module, engine, *, dtype: torch.dtype = torch.bfloat16, bucket_bytes: int = 1 << 29) -> int:
-    """Bytes of full tensors that `engine.load_weights` took from the sharded `model`. Collective over its mesh."""
+def sync_weights(
+    model: nn.Module, engine, *, dtype: torch.dtype = torch.bfloat16, bucket_bytes: int = 1 << 29
+) -> int:
+    """Bytes of full tensors that `engine.load_weights` took from the sharded `model`. Collective
+    over its mesh.
+    """
     return engine.load_weights(iter_full_params(model, dtype=dtype, bucket_bytes=bucket_bytes))
 
 
 @torch.no_grad()
-def verify_sync(model: nn.Module, engine, *, dtype: torch.dtype = torch.bfloat16, bucket_bytes: int = 1 << 29) -> None:
-    """Raise RuntimeError naming the engine's parameters that do not hold what the trainer holds. Collective.
+def verify_sync(
+    model: nn.Module, engine, *, dtype: torch.dtype = torch.bfloat16, bucket_bytes: int = 1 << 29
+) -> None:
+    """Raise RuntimeError naming the engine's parameters that do not hold what the trainer holds.
+    Collective.
 
-    The weights are loaded once more, after overwriting the engine's with NaN (so that a parameter which the loader does
-    not reach shows as well), and fingerprints from before and after are compared: the engine's own loader says what is
-    right.
+    The weights are loaded once more, after overwriting the engine's with NaN (so that a parameter
+    which the loader does not reach shows as well), and fingerprints from before and after are
+    compared: the engine's own loader says what is right.
     """
     before = _fingerprints(engine.model)
     for p in engine.model.parameters():
@@ -57,7 +66,9 @@ def verify_sync(model: nn.Module, engine, *, dtype: torch.dtype = torch.bfloat16
     after = _fingerprints(engine.model)
     wrong = [name for name in after if before[name] != after[name]]
     if wrong:
-        raise RuntimeError(f"{len(wrong)} of {len(after)} engine parameters are not the trainer's weights: {wrong[:4]}")
+        raise RuntimeError(
+            f"{len(wrong)} of {len(after)} engine parameters are not the trainer's weights: {wrong[:4]}"
+        )
 
 
 def _fingerprints(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -68,7 +79,10 @@ def _fingerprints(model: nn.Module) -> dict[str, tuple[int, int]]:
         for piece in p.detach().contiguous().view(torch.uint8).flatten().split(1 << 24):
             wide = piece.to(torch.int64)  # eight times the piece, hence the pieces
             total = total + wide.sum()
-            weighted = weighted * 31 + (wide * (torch.arange(len(wide), device=wide.device) % 65521 + 1)).sum()
+            weighted = (
+                weighted * 31
+                + (wide * (torch.arange(len(wide), device=wide.device) % 65521 + 1)).sum()
+            )
         found[name] = int(total), int(weighted)
     return found
 
@@ -77,17 +91,25 @@ def _fingerprints(model: nn.Module) -> dict[str, tuple[int, int]]:
 def iter_full_params(
     model: nn.Module, *, dtype: torch.dtype = torch.bfloat16, bucket_bytes: int = 1 << 29
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Lists of (checkpoint name, full tensor in `dtype`), each list a bucket; every parameter once. Collective.
+    """Lists of (checkpoint name, full tensor in `dtype`), each list a bucket; every parameter once.
+    Collective.
 
-    A yielded tensor stays valid as long as it is referenced: no buffer is reused. Stopping early leaves other ranks
-    waiting.
+    A yielded tensor stays valid as long as it is referenced: no buffer is reused. Stopping early
+    leaves other ranks waiting.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # a forward without backward leaves whole parameters in the place of the shards
-    parameters = [(_clean_name(name), p) for name, p in model.named_parameters()]  # tied parameters are listed once
-    # Four are alive at a time: what arrives, what has arrived, its tensors, and those that the consumer still holds.
-    gathers = (_start_gather(bucket, dtype) for bucket in _buckets(parameters, bucket_bytes // 4, dtype.itemsize))
+            # a forward without backward leaves whole parameters in the place of the shards
+            module.reshard()
+    parameters = [
+        (_clean_name(name), p) for name, p in model.named_parameters()
+    ]  # tied parameters are listed once
+    # Four are alive at a time: what arrives, what has arrived, its tensors, and those that the
+    # consumer still holds.
+    gathers = (
+        _start_gather(bucket, dtype)
+        for bucket in _buckets(parameters, bucket_bytes // 4, dtype.itemsize)
+    )
     arriving = next(gathers, None)
     while arriving is not None:
         arrived, arriving = arriving, next(gathers, None)
@@ -111,8 +133,12 @@ def _shard_size(p: Tensor, world: int) -> int:
     return math.ceil(p.shape[0] / world) * p.shape[1:].numel()
 
 
-def _buckets(parameters: list[tuple[str, Tensor]], limit: int, itemsize: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive parameters whose full size together is at most `limit` bytes; a larger one is a bucket of its own."""
+def _buckets(
+    parameters: list[tuple[str, Tensor]], limit: int, itemsize: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Consecutive parameters whose full size together is at most `limit` bytes; a larger one is a
+    bucket of its own.
+    """
     bucket = []
     size = 0
     for name, p in parameters:
@@ -126,9 +152,13 @@ def _buckets(parameters: list[tuple[str, Tensor]], limit: int, itemsize: int) ->
 
 
 def _start_gather(bucket, dtype):
-    """Cast this rank's shards into their place in a flat buffer, and start its all-gather (none on one rank)."""
+    """Cast this rank's shards into their place in a flat buffer, and start its all-gather (none on
+    one rank).
+    """
     if not isinstance(bucket[0][1], DTensor) or _shard_axis(bucket[0][1])[1] == 1:
-        local = [(name, p.to_local() if isinstance(p, DTensor) else p.detach()) for name, p in bucket]
+        local = [
+            (name, p.to_local() if isinstance(p, DTensor) else p.detach()) for name, p in bucket
+        ]
         return [(name, p.to(dtype)) for name, p in local], None, None
     group, world = _shard_axis(bucket[0][1])
     sizes = [_shard_size(p, world) for _, p in bucket]
@@ -149,7 +179,8 @@ def _finish_gather(bucket, gathered, work) -> list[tuple[str, Tensor]]:
     for name, p in bucket:
         size = _shard_size(p, len(gathered))
         piece = gathered[:, start : start + size]
-        # A bucket of one tensor is already contiguous, and reshape is a view then: the largest tensor is not copied.
+        # A bucket of one tensor is already contiguous, and reshape is a view then: the largest
+        # tensor is not copied.
         full.append((name, piece.reshape(-1)[: p.numel()].view(p.shape)))
         start += size
     return full

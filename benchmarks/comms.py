@@ -1,18 +1,21 @@
-"""What INT8 gradients cost and lose: speed of the codec, error by block size, and the loss curve against fp32.
+"""What INT8 gradients cost and lose: speed of the codec, error by block size, and the loss curve
+against fp32.
 
     python benchmarks/comms.py codec                                         # GPU: 1 GiB; CPU: 16 MiB
     torchrun --standalone --nproc-per-node 2 benchmarks/comms.py error       # CPU; any number of ranks
     torchrun --standalone --nproc-per-node 2 benchmarks/comms.py training
 
 codec     quantize_blockwise and dequantize_blockwise against a copy on the same device. GB/s count what must move:
-          values read, codes and scales written, and back in fp32. A copy reads and writes the same number of bytes.
+          values read, codes and scales written, and back in fp32. A copy reads and writes the same
+          number of bytes.
 error     of one quantization, of a reduce-scatter and of an all-reduce: relative L2 against the fp64 sum, and the
-          largest error of a value over its bound, absmax / 254 of its block. Gaussian values and heavy tails
-          (Student's t with 3 degrees of freedom).
+          largest error of a value over its bound, absmax / 254 of its block. Gaussian values and
+          heavy tails (Student's t with 3 degrees of freedom).
 training  200 AdamW steps of a small model in FSDP2 on fixed batches, reduced in fp32 and in INT8: cosine of the first
           gradient with fp32's, losses, and how far the last one is off.
 
-Bandwidth of the collectives: torchrun --nproc-per-node N comms.py --bench. Each prints a table, then JSON lines.
+Bandwidth of the collectives: torchrun --nproc-per-node N comms.py --bench. Each prints a table,
+then JSON lines.
 """
 
 import argparse
@@ -28,8 +31,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the root's comms.py, not this file
-from comms import (  # noqa: E402
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # the root's comms.py, not this file
+from comms import (
     dequantize_blockwise,
     quantize_blockwise,
     quantize_gradients,
@@ -39,9 +44,13 @@ from comms import (  # noqa: E402
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("codec", "error", "training"))
-    parser.add_argument("--mb", type=int, help="MiB of gradients for codec; default 1024 on a GPU, 16 on a CPU")
+    parser.add_argument(
+        "--mb", type=int, help="MiB of gradients for codec; default 1024 on a GPU, 16 on a CPU"
+    )
     args = parser.parse_args()
     if args.what == "codec":
         show(codec(args.mb))
@@ -55,7 +64,10 @@ def main() -> None:
 
 
 def show(records: list[dict]) -> None:
-    rows = [[f"{value:.4g}" if isinstance(value, float) else str(value) for value in r.values()] for r in records]
+    rows = [
+        [f"{value:.4g}" if isinstance(value, float) else str(value) for value in r.values()]
+        for r in records
+    ]
     widths = [max(map(len, column)) for column in zip(records[0], *rows)]
     for row in (records[0], *rows):
         print("  ".join(text.rjust(width) for text, width in zip(row, widths)))
@@ -167,22 +179,35 @@ def training() -> list[dict]:
             first_gradient, losses = train(shape, options)
             reference = reference or (first_gradient, losses[-1])
             cosine = F.cosine_similarity(first_gradient, reference[0], dim=0).item()
-            record = {"ranks": world_size, "mesh": shape_name, "reduction": name, "cosine_step_1": cosine}
+            record = {
+                "ranks": world_size,
+                "mesh": shape_name,
+                "reduction": name,
+                "cosine_step_1": cosine,
+            }
             record |= {f"loss_{step}": losses[step - 1] for step in (1, 50, 100, 150, 200)}
             records.append(record | {"end_off_by_pct": 100 * (losses[-1] / reference[1] - 1)})
     return records
 
 
-def train(mesh_shape: tuple[int, ...], options: dict | None, num_steps: int = 200) -> tuple[Tensor, list[float]]:
-    """The full gradient of the first step, and the loss over all ranks' fixed batches after each step."""
+def train(
+    mesh_shape: tuple[int, ...], options: dict | None, num_steps: int = 200
+) -> tuple[Tensor, list[float]]:
+    """The full gradient of the first step, and the loss over all ranks' fixed batches after each
+    step.
+    """
     torch.manual_seed(0)
     width, vocabulary = 96, 128
     layers = [
-        nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         for _ in range(2)
     ]
     model = nn.Sequential(nn.Embedding(vocabulary, width), *layers, nn.Linear(width, vocabulary))
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
+    mesh = init_device_mesh(
+        "cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :]
+    )
     for module in (*layers, model):
         fully_shard(module, mesh=mesh)
     if options is not None:

@@ -1,11 +1,14 @@
-"""The colocated engine under test: is it the trainer's policy, does it give its memory back, what do 8 bits cost?
+"""The colocated engine under test: is it the trainer's policy, does it give its memory back, what
+do 8 bits cost?
 
-    python benchmarks/engine.py MODEL_DIR PROMPTS.jsonl mismatch [--eager] [--kv-cache-dtype fp8] [--quantization fp8]
-    python benchmarks/engine.py MODEL_DIR PROMPTS.jsonl sleep --cycles 50 --level 2
+    python benchmarks/engine.py MODEL_DIR PROMPTS.jsonl mismatch [--eager] [--kv-cache-dtype fp8]
+    [--quantization fp8] python benchmarks/engine.py MODEL_DIR PROMPTS.jsonl sleep --cycles 50
+    --level 2
 
 mismatch  mean |log p_trainer - log p_sampler| over the sampled tokens, after a sync, and after moving the trainer's
-          weights by Gaussian noise (NOISE) without one; k3 estimate of KL(sampler|trainer); new tokens per second;
-          whether verify_sync accepts a sync and refuses a weight that was moved after it.
+          weights by Gaussian noise (NOISE) without one; k3 estimate of KL(sampler|trainer); new
+          tokens per second; whether verify_sync accepts a sync and refuses a weight that was moved
+          after it.
 sleep     memory in use on the GPU after each sleep, its slope from the sixth cycle on, and how many different greedy
           texts there were (1: always the same), with a checksum to compare runs by.
 One JSON line each.
@@ -32,7 +35,6 @@ from packing import pack, sequence
 from reshard import sync_weights, verify_sync
 from rollout import RolloutConfig, VllmEngine
 
-
 NOISE = {  # standard deviation of what is added to a weight
     "1 % of the weight": lambda w: 0.01 * w,
     "1 % of its tensor's rms": lambda w: 0.01 * w.square().mean().sqrt(),
@@ -42,8 +44,12 @@ NOISE = {  # standard deviation of what is added to a weight
 
 @torch.no_grad()
 def difference(policy, rollouts, device) -> tuple[float, float, int]:
-    """Mean absolute difference and k3 of the log-probabilities, trainer less sampler, and the number of tokens."""
-    rows = pack([sequence(r.prompt_ids, r.response_ids, reported=r.logprobs) for r in rollouts], 16384)
+    """Mean absolute difference and k3 of the log-probabilities, trainer less sampler, and the
+    number of tokens.
+    """
+    rows = pack(
+        [sequence(r.prompt_ids, r.response_ids, reported=r.logprobs) for r in rollouts], 16384
+    )
     absolute = k3 = 0.0
     count = 0
     for row in (row.to(device) for row in rows):
@@ -104,12 +110,16 @@ def sleep(args, policy, engine, prompts, device) -> dict:
     if len(used) > 6:
         steps = torch.arange(5, len(used), dtype=torch.float64)
         y = torch.tensor(used[5:], dtype=torch.float64)
-        result["slope_mb"] = float(((steps - steps.mean()) * y).sum() / ((steps - steps.mean()) ** 2).sum())
+        result["slope_mb"] = float(
+            ((steps - steps.mean()) * y).sum() / ((steps - steps.mean()) ** 2).sum()
+        )
     return result | dict(texts=len(texts), checksum=zlib.crc32(min(texts).encode()))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("data")
     parser.add_argument("what", choices=["mismatch", "sleep"])
@@ -121,7 +131,9 @@ def main() -> None:
     parser.add_argument("--level", type=int, default=2)
     parser.add_argument("--cycles", type=int, default=50)
     parser.add_argument("--bfloat16-master", action="store_true")
-    parser.add_argument("--eager", action="store_true", help="the trainer's layers are not compiled")
+    parser.add_argument(
+        "--eager", action="store_true", help="the trainer's layers are not compiled"
+    )
     args = parser.parse_args()
     from transformers import AutoTokenizer
 
@@ -143,7 +155,9 @@ def main() -> None:
     run = mismatch if args.what == "mismatch" else sleep
     import vllm
 
-    about = dict(model=Path(args.model).name, kv_cache=args.kv_cache_dtype, quantization=args.quantization)
+    about = dict(
+        model=Path(args.model).name, kv_cache=args.kv_cache_dtype, quantization=args.quantization
+    )
     about |= dict(compiled=compiled)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     about |= dict(device=where, torch=torch.__version__, vllm=vllm.__version__)

@@ -1,10 +1,13 @@
-"""Time of one exchange between the ranks of a host, against pickled objects and against send/recv, all over gloo.
+"""Time of one exchange between the ranks of a host, against pickled objects and against send/recv,
+all over gloo.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/exchange.py --out benchmarks/results/exchange.json
+    torchrun --standalone --nproc-per-node 2 benchmarks/exchange.py --out
+    benchmarks/results/exchange.json
 
-Each rank sends `mb` MB of sequences to the next one. A token carries 17 bytes: tokens int64, response_mask bool,
-logprobs and advantages fp32. "ragged" is what training exchanges: sequences of 500 to 1,500 tokens. "long" is 8
-sequences whatever the size: few tensors to pickle. Time is that of the slowest rank, median of --repeats.
+Each rank sends `mb` MB of sequences to the next one. A token carries 17 bytes: tokens int64,
+response_mask bool, logprobs and advantages fp32. "ragged" is what training exchanges: sequences of
+500 to 1,500 tokens. "long" is 8 sequences whatever the size: few tensors to pickle. Time is that of
+the slowest rank, median of --repeats.
 
     exchange              received tensors dropped after each call, so that the segment is written again
     exchange + read       with one sum over each received tensor
@@ -30,9 +33,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the root's exchange.py, not this file
-import exchange as exchange_module  # noqa: E402
-from exchange import exchange  # noqa: E402
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # the root's exchange.py, not this file
+import exchange as exchange_module
+from exchange import exchange
 
 TOKEN_BYTES = 8 + 1 + 4 + 4
 
@@ -66,14 +71,22 @@ def pickled(sequences: list, destination: list[int]) -> list:
 
 def pickled_to_one(sequences: list, destination: list[int]) -> list:
     world_size = dist.get_world_size()
-    by_receiver = [[s for s, to in zip(sequences, destination) if to == r] for r in range(world_size)]
-    outgoing = [torch.frombuffer(bytearray(pickle.dumps(sent)), dtype=torch.uint8) for sent in by_receiver]
+    by_receiver = [
+        [s for s, to in zip(sequences, destination) if to == r] for r in range(world_size)
+    ]
+    outgoing = [
+        torch.frombuffer(bytearray(pickle.dumps(sent)), dtype=torch.uint8) for sent in by_receiver
+    ]
     sizes = torch.tensor([len(message) for message in outgoing])
     received_sizes = torch.empty_like(sizes)
     dist.all_to_all_single(received_sizes, sizes)
     received = torch.empty(int(received_sizes.sum()), dtype=torch.uint8)
     dist.all_to_all_single(received, torch.cat(outgoing), received_sizes.tolist(), sizes.tolist())
-    return [s for message in received.split(received_sizes.tolist()) for s in pickle.loads(message.numpy())]
+    return [
+        s
+        for message in received.split(received_sizes.tolist())
+        for s in pickle.loads(message.numpy())
+    ]
 
 
 def send_recv(sequences: list, expected: list) -> list:
@@ -101,7 +114,10 @@ def median_ms(run: Callable[[], object], repeats: int) -> float:
 
 def measure(mb: float, load: str, repeats: int) -> dict[str, float]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    sequences, expected = make_sequences(mb, load, rank), make_sequences(mb, load, (rank - 1) % world_size)
+    sequences, expected = (
+        make_sequences(mb, load, rank),
+        make_sequences(mb, load, (rank - 1) % world_size),
+    )
     destination = [(rank + 1) % world_size] * len(sequences)
 
     def check(received: list[dict[str, Tensor]]) -> None:
@@ -137,8 +153,12 @@ def measure(mb: float, load: str, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=float, nargs="+", default=[1, 64], help="MB that each rank sends")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mb", type=float, nargs="+", default=[1, 64], help="MB that each rank sends"
+    )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, help="JSON file; default none")
     args = parser.parse_args()
@@ -150,9 +170,13 @@ def main() -> None:
             times = measure(mb, load, args.repeats)
             for method, ms in times.items():
                 ratio = ms / times["exchange"]
-                records.append({"mb": mb, "load": load, "method": method, "ms": ms, "over_exchange": ratio})
+                records.append(
+                    {"mb": mb, "load": load, "method": method, "ms": ms, "over_exchange": ratio}
+                )
     if dist.get_rank() == 0:
-        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        git = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        )
         setting = {
             "world_size": dist.get_world_size(),
             "repeats": args.repeats,
@@ -164,9 +188,13 @@ def main() -> None:
         print(json.dumps(setting))
         print(f"{'MB':>6} {'load':<7} {'method':<22} {'ms':>9} {'x exchange':>11}")
         for r in records:
-            print(f"{r['mb']:>6g} {r['load']:<7} {r['method']:<22} {r['ms']:>9.2f} {r['over_exchange']:>11.1f}")
+            print(
+                f"{r['mb']:>6g} {r['load']:<7} {r['method']:<22} {r['ms']:>9.2f} {r['over_exchange']:>11.1f}"
+            )
         if args.out:
-            args.out.write_text(json.dumps({"setting": setting, "records": records}, indent=1) + "\n")
+            args.out.write_text(
+                json.dumps({"setting": setting, "records": records}, indent=1) + "\n"
+            )
     dist.destroy_process_group()
 
 

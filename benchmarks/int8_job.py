@@ -1,4 +1,5 @@
-"""Does INT8 gradient reduction change a run? The built-in job on 2 ranks with both, all curves in one picture.
+"""Does INT8 gradient reduction change a run? The built-in job on 2 ranks with both, all curves in
+one picture.
 
     python benchmarks/int8_job.py --steps 60 --seeds 0 1 2      # about 2 minutes a run on 2 cores
 
@@ -24,16 +25,45 @@ RESULTS = ROOT / "benchmarks" / "results"
 def run(seed: int, int8: bool, num_steps: int, out_dir: str) -> list[float]:
     """Mean reward of each step of one run."""
     name = f"seed{seed}-{'int8' if int8 else 'fp32'}"
-    flags = ["--name", name, "--output-dir", out_dir, "--seed", str(seed), "--num-steps", str(num_steps)]
-    flags += ["--rollout.engine", "hf", "--eval-every", "0", *(["--quantize-gradients"] if int8 else [])]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    subprocess.run([*launch, "--rdzv-endpoint", "localhost:0", str(ROOT / "grpo.py"), *flags], cwd=ROOT, check=True)
+    flags = [
+        "--name",
+        name,
+        "--output-dir",
+        out_dir,
+        "--seed",
+        str(seed),
+        "--num-steps",
+        str(num_steps),
+    ]
+    flags += [
+        "--rollout.engine",
+        "hf",
+        "--eval-every",
+        "0",
+        *(["--quantize-gradients"] if int8 else []),
+    ]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+    ]
+    subprocess.run(
+        [*launch, "--rdzv-endpoint", "localhost:0", str(ROOT / "grpo.py"), *flags],
+        cwd=ROOT,
+        check=True,
+    )
     records = [json.loads(line) for line in open(Path(out_dir) / name / "metrics.jsonl")]
     return [r["reward/mean"] for r in records]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments = parser.parse_args()
@@ -49,7 +79,9 @@ def main() -> None:
             for int8 in (False, True):
                 rewards = run(seed, int8, arguments.steps, out_dir)
                 last = statistics.mean(rewards[-10:])
-                results.append({"seed": seed, "reduction": "int8" if int8 else "fp32", "last_10": last})
+                results.append(
+                    {"seed": seed, "reduction": "int8" if int8 else "fp32", "last_10": last}
+                )
                 print(json.dumps(results[-1]), flush=True)
                 color = "tab:orange" if int8 else "tab:blue"
                 axis.plot(rewards, color=color, label=f"{results[-1]['reduction']}, seed {seed}")

@@ -2,8 +2,8 @@
 
     python benchmarks/reshard.py MODEL_DIR...          # one JSON line per model; the engine is awake, median of 10
 
-Beside it, in the same process: one device copy of the model's bytes (the floor), gathering without loading, and
-gathering tensor by tensor in fp32.
+Beside it, in the same process: one device copy of the model's bytes (the floor), gathering without
+loading, and gathering tensor by tensor in fp32.
 """
 
 from __future__ import annotations
@@ -47,14 +47,20 @@ def per_tensor(policy, engine) -> None:
 
 def measure(path: str, bucket_mb: int) -> dict:
     mesh = init_distributed(0, 600)
-    master = "bfloat16" if sum(f.stat().st_size for f in Path(path).glob("*.safetensors")) > 8 << 30 else "float32"
+    master = (
+        "bfloat16"
+        if sum(f.stat().st_size for f in Path(path).glob("*.safetensors")) > 8 << 30
+        else "float32"
+    )
     policy = load_policy(path, mesh, ModelConfig(master_dtype=master))
     config = RolloutConfig(max_response_tokens=128, kv_cache_gb=1, sleep_level=0)
     engine = VllmEngine(path, config, max_prompt_tokens=128, num_samples=16, stop_ids=[2])
     options = dict(dtype=engine.dtype, bucket_bytes=bucket_mb << 20)
     with engine.awake():
         num_bytes = sync_weights(policy, engine, **options)
-        result = dict(model=Path(path).name, master=master, num_bytes=num_bytes, bucket_mb=bucket_mb)
+        result = dict(
+            model=Path(path).name, master=master, num_bytes=num_bytes, bucket_mb=bucket_mb
+        )
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -64,16 +70,24 @@ def measure(path: str, bucket_mb: int) -> dict:
             result["largest_tensor_gb"] = largest / 1e9
         result["sync_s"] = median_s(lambda: sync_weights(policy, engine, **options))
         result["per_tensor_fp32_s"] = median_s(lambda: per_tensor(policy, engine), 3)
-        result["gather_only_s"] = median_s(lambda: [None for _ in iter_full_params(policy, **options)])
-    source = [torch.empty(num_bytes // 4, dtype=torch.uint8, device=mesh.device_type) for _ in range(4)]
+        result["gather_only_s"] = median_s(
+            lambda: [None for _ in iter_full_params(policy, **options)]
+        )
+    source = [
+        torch.empty(num_bytes // 4, dtype=torch.uint8, device=mesh.device_type) for _ in range(4)
+    ]
     target = [torch.empty_like(x) for x in source]
-    result["device_copy_s"] = median_s(lambda: [t.copy_(s) for s, t in zip(source, target, strict=True)])
+    result["device_copy_s"] = median_s(
+        lambda: [t.copy_(s) for s, t in zip(source, target, strict=True)]
+    )
     result["gb_per_s"] = num_bytes / 1e9 / result["sync_s"]
     return result
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+")
     parser.add_argument("--bucket-mb", type=int, default=512)
     arguments = parser.parse_args()

@@ -1,6 +1,7 @@
-"""A model directory with random bf16 weights of a well-known shape: for what needs the size and not the words.
+"""A model directory with random bf16 weights of a well-known shape: for what needs the size and not
+the words.
 
-    python benchmarks/shapes.py qwen2-1.5b models/qwen2-1.5b --tokenizer models/smollm2
+python benchmarks/shapes.py qwen2-1.5b models/qwen2-1.5b --tokenizer models/smollm2
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ SHAPES = {
 
 
 def make(shape: str, out_dir: str, tokenizer: str) -> None:
-    """Write config, weights (drawn on the GPU if there is one) and the tokenizer of another model to out_dir."""
+    """Write config, weights (drawn on the GPU if there is one) and the tokenizer of another model
+    to out_dir.
+    """
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
     words = AutoTokenizer.from_pretrained(tokenizer)
@@ -36,7 +39,9 @@ def make(shape: str, out_dir: str, tokenizer: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("out_dir")
     parser.add_argument("--tokenizer", required=True)

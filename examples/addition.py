@@ -1,14 +1,14 @@
 """The built-in job: two-digit addition for a 1 M parameter model that can half do it.
 
-A model that RL can visibly improve within minutes on a CPU must be small, must sometimes be right, and must be made
-here, since nothing may be downloaded. So: a 4-layer Qwen2 with a character tokenizer, taught by a short supervised warm
-start until half of its sampled answers are right. It is written as a Hugging Face directory and is loaded like any
-other model.
+A model that RL can visibly improve within minutes on a CPU must be small, must sometimes be right,
+and must be made here, since nothing may be downloaded. So: a 4-layer Qwen2 with a character
+tokenizer, taught by a short supervised warm start until half of its sampled answers are right. It
+is written as a Hugging Face directory and is loaded like any other model.
 
     prompt "23+45="   answer "068"
 
-Operands and answers are zero-padded: without that the model must learn where the answer ends before it can learn to
-add.
+Operands and answers are zero-padded: without that the model must learn where the answer ends before
+it can learn to add.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ ALPHABET = "0123456789+="
 PAD, EOS = "<pad>", "<eos>"
 VERSION = 3  # of what is written here; part of the cache's name
 TARGET_ACCURACY = (0.50, 0.55)
-TARGET_PAIRS = 0.90  # of right and wrong answers that the reward model must tell apart, token by token
+TARGET_PAIRS = (
+    0.90  # of right and wrong answers that the reward model must tell apart, token by token
+)
 MAX_WARM_START_STEPS = 1500
 PREFERENCE_STEPS = 700
 
@@ -51,26 +53,39 @@ PPO_SETTINGS = SETTINGS | dict(
 
 
 def problems(held_out: bool, num_held_out: int = 256) -> list[dict]:
-    """Rows {"prompt", "answer"} of the 10,000 problems: the 256 held-out ones (always the same), or the rest."""
+    """Rows {"prompt", "answer"} of the 10,000 problems: the 256 held-out ones (always the same), or
+    the rest.
+    """
     order = torch.randperm(10_000, generator=torch.Generator().manual_seed(0)).tolist()
     chosen = order[:num_held_out] if held_out else order[num_held_out:]
-    return [{"prompt": f"{i // 100:02d}+{i % 100:02d}=", "answer": f"{i // 100 + i % 100:03d}"} for i in chosen]
+    return [
+        {"prompt": f"{i // 100:02d}+{i % 100:02d}=", "answer": f"{i // 100 + i % 100:03d}"}
+        for i in chosen
+    ]
 
 
 def training_sets(hard: bool, num_hard: int = 320) -> dict[str, list[dict]]:
-    """Rows by data set. hard: with a few sums of three digits, which the model has not been taught and does not learn.
+    """Rows by data set. hard: with a few sums of three digits, which the model has not been taught
+    and does not learn.
 
-    They are 3 % of the prompts. Without prompts that differ in difficulty a critic has little to predict.
+    They are 3 % of the prompts. Without prompts that differ in difficulty a critic has little to
+    predict.
     """
     sets = {"addition": problems(held_out=False)}
     if hard:
-        pairs = torch.randint(1000, (num_hard, 2), generator=torch.Generator().manual_seed(0)).tolist()
-        sets["hard_addition"] = [{"prompt": f"{a:03d}+{b:03d}=", "answer": f"{a + b:04d}"} for a, b in pairs]
+        pairs = torch.randint(
+            1000, (num_hard, 2), generator=torch.Generator().manual_seed(0)
+        ).tolist()
+        sets["hard_addition"] = [
+            {"prompt": f"{a:03d}+{b:03d}=", "answer": f"{a + b:04d}"} for a, b in pairs
+        ]
     return sets
 
 
 def cached_model(seed: int, reward_model: bool = False) -> str:
-    """The directory of the built-in model for `seed`, or of its reward model, made on the first call and kept."""
+    """The directory of the built-in model for `seed`, or of its reward model, made on the first
+    call and kept.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "handful"
     directory = cache / f"addition-v{VERSION}-{'judge-' if reward_model else ''}seed{seed}"
     if not (directory / "config.json").exists():
@@ -142,7 +157,9 @@ def reproducible(seed: int) -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def warm_start(model, tokenizer, target: tuple[float, float] = TARGET_ACCURACY, decay_steps: int = 1 << 30) -> None:
+def warm_start(
+    model, tokenizer, target: tuple[float, float] = TARGET_ACCURACY, decay_steps: int = 1 << 30
+) -> None:
     """Supervised steps until that share of the sampled answers to 256 fixed problems is right.
 
     decay_steps: the learning rate falls linearly to a twentieth in this many steps.
@@ -156,7 +173,9 @@ def warm_start(model, tokenizer, target: tuple[float, float] = TARGET_ACCURACY, 
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * min(1.0, (step + 1) / 30) * max(0.05, 1 - step / decay_steps)
         batch = data[torch.randint(len(data), (128,))]
-        logits = model(batch[:, :-1]).logits[:, 5:]  # the last prompt token predicts the first digit
+        logits = model(batch[:, :-1]).logits[
+            :, 5:
+        ]  # the last prompt token predicts the first digit
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 6:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -165,9 +184,15 @@ def warm_start(model, tokenizer, target: tuple[float, float] = TARGET_ACCURACY, 
         if step % 5 == 4:
             accuracy = sampled_accuracy(model, checks)
             if step % 50 == 49:
-                print(f"built-in model: step {step + 1}, sampled accuracy {accuracy:.2f} of {low:.2f}", flush=True)
+                print(
+                    f"built-in model: step {step + 1}, sampled accuracy {accuracy:.2f} of {low:.2f}",
+                    flush=True,
+                )
             if low <= accuracy <= high:
-                print(f"built-in model: done after {step + 1} steps, sampled accuracy {accuracy:.2f}", flush=True)
+                print(
+                    f"built-in model: done after {step + 1} steps, sampled accuracy {accuracy:.2f}",
+                    flush=True,
+                )
                 return
     rule = f"not within {target}; try another --seed"
     raise RuntimeError(f"the warm start ended at sampled accuracy {accuracy:.2f}, {rule}")
@@ -175,7 +200,9 @@ def warm_start(model, tokenizer, target: tuple[float, float] = TARGET_ACCURACY, 
 
 @torch.no_grad()
 def sampled_accuracy(model, checks: torch.Tensor) -> float:
-    """Share of right answers to expect at temperature 1: the mean probability of the answers in `checks` [B, 10]."""
+    """Share of right answers to expect at temperature 1: the mean probability of the answers in
+    `checks` [B, 10].
+    """
     log_p = model(checks[:, :-1]).logits[:, 5:].log_softmax(-1)
     return float(log_p.gather(-1, checks[:, 6:, None]).sum((1, 2)).exp().mean())
 
@@ -183,41 +210,62 @@ def sampled_accuracy(model, checks: torch.Tensor) -> float:
 def make_reward_model(out_dir: str | Path, seed: int, policy_path: str) -> None:
     """Write a reward model for the policy at policy_path; the same seed gives the same bytes.
 
-    It learns from pairs of a right answer and a wrong one, most of them the policy's own (Bradley-Terry): the logit of
-    "right beats wrong" is the difference of the scores, at the end and from the first wrong token on, so that it can
-    start a critic as well. The head is then scaled to a mean difference of 1. Raises RuntimeError if it does not tell
-    enough held-out pairs apart.
+    It learns from pairs of a right answer and a wrong one, most of them the policy's own
+    (Bradley-Terry): the logit of "right beats wrong" is the difference of the scores, at the end
+    and from the first wrong token on, so that it can start a critic as well. The head is then
+    scaled to a mean difference of 1. Raises RuntimeError if it does not tell enough held-out pairs
+    apart.
     """
-    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+    from transformers import (
+        AutoTokenizer,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen2ForSequenceClassification,
+    )
 
     tokenizer = AutoTokenizer.from_pretrained(policy_path)
     with reproducible(seed):
-        policy, able = (Qwen2ForCausalLM.from_pretrained(policy_path, dtype=torch.float32) for _ in range(2))
-        warm_start(able, tokenizer, target=(0.9975, 1.0), decay_steps=1000)  # who cannot add cannot judge
-        # Two layers more: there a token's state can be compared with what the layers below have predicted for it.
-        changed = dict(id2label={0: "right"}, label2id={"right": 0}, num_hidden_layers=6, layer_types=None)
+        policy, able = (
+            Qwen2ForCausalLM.from_pretrained(policy_path, dtype=torch.float32) for _ in range(2)
+        )
+        warm_start(
+            able, tokenizer, target=(0.9975, 1.0), decay_steps=1000
+        )  # who cannot add cannot judge
+        # Two layers more: there a token's state can be compared with what the layers below have
+        # predicted for it.
+        changed = dict(
+            id2label={0: "right"}, label2id={"right": 0}, num_hidden_layers=6, layer_types=None
+        )
         config = Qwen2Config(**able.config.to_dict() | changed)
         model = Qwen2ForSequenceClassification(config)
         model.model.load_state_dict(able.model.state_dict(), strict=False)
         accuracy = learn_preferences(model, policy, tokenizer)
     if accuracy < TARGET_PAIRS:
-        raise RuntimeError(f"the reward model tells {accuracy:.2f} of the pairs apart; try another --seed")
+        raise RuntimeError(
+            f"the reward model tells {accuracy:.2f} of the pairs apart; try another --seed"
+        )
     model.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
 
 
 def learn_preferences(model, policy, tokenizer) -> float:
-    """Supervised steps on pairs; the share of held-out pairs, token by token, that the model tells apart then."""
+    """Supervised steps on pairs; the share of held-out pairs, token by token, that the model tells
+    apart then.
+    """
     learn, held_out = (right_answers(tokenizer, held_out) for held_out in (False, True))
     checks = wrong_answers(policy, held_out, way=2)
     for layer in (model.model.embed_tokens, *model.model.layers[:4]):
         layer.requires_grad_(False)  # what can add already
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=3e-3, betas=(0.9, 0.98)
+    )
     for step in range(PREFERENCE_STEPS):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 30) * max(0.05, 1 - step / PREFERENCE_STEPS)
         right = learn[torch.randint(len(learn), (128,))]
-        loss = -torch.nn.functional.logsigmoid(margins(model, right, wrong_answers(policy, right, way=step % 5))).mean()
+        loss = -torch.nn.functional.logsigmoid(
+            margins(model, right, wrong_answers(policy, right, way=step % 5))
+        ).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -226,14 +274,22 @@ def learn_preferences(model, policy, tokenizer) -> float:
             with torch.no_grad():
                 margin = margins(model, held_out, checks)
             accuracy = float((margin > 0).float().mean())
-            print(f"built-in reward model: step {step + 1}, {accuracy:.3f} of held-out pairs right", flush=True)
+            print(
+                f"built-in reward model: step {step + 1}, {accuracy:.3f} of held-out pairs right",
+                flush=True,
+            )
     model.score.weight.data /= margin.mean()
     return accuracy
 
 
 def margins(model, right: torch.Tensor, wrong: torch.Tensor) -> torch.Tensor:
-    """Scores of the right less those of the wrong answers, at the end and at each token from the first wrong one on."""
-    scores = [model.score(model.model(ids, use_cache=False).last_hidden_state)[..., 0] for ids in (right, wrong)]
+    """Scores of the right less those of the wrong answers, at the end and at each token from the
+    first wrong one on.
+    """
+    scores = [
+        model.score(model.model(ids, use_cache=False).last_hidden_state)[..., 0]
+        for ids in (right, wrong)
+    ]
     shared = min(right.shape[1], wrong.shape[1])
     differs = (right[:, :shared] != wrong[:, :shared]).cumsum(1) > 0
     ends = scores[0][:, -1] - scores[1][:, -1]
@@ -242,7 +298,9 @@ def margins(model, right: torch.Tensor, wrong: torch.Tensor) -> torch.Tensor:
 
 def right_answers(tokenizer, held_out: bool) -> torch.Tensor:
     """[problems, 10] ids: prompt, right answer, end."""
-    ids = torch.tensor(tokenizer([r["prompt"] + r["answer"] for r in problems(held_out)])["input_ids"])
+    ids = torch.tensor(
+        tokenizer([r["prompt"] + r["answer"] for r in problems(held_out)])["input_ids"]
+    )
     return torch.cat([ids, torch.full((len(ids), 1), tokenizer.eos_token_id)], dim=1)
 
 
@@ -250,8 +308,8 @@ def right_answers(tokenizer, held_out: bool) -> torch.Tensor:
 def wrong_answers(policy, right: torch.Tensor, way: int) -> torch.Tensor:
     """Wrong versions of right answers: [B, 10] -> [B, L].
 
-    way 0: the end missing, and 1 to 4 more characters; 1: ended too early; else: sampled from the policy, or one token
-    replaced where its sample is right.
+    way 0: the end missing, and 1 to 4 more characters; 1: ended too early; else: sampled from the
+    policy, or one token replaced where its sample is right.
     """
     length = int(torch.randint(1, 5, ()))
     if way == 0:

@@ -13,8 +13,16 @@ import random
 import re
 
 FORMS = {
-    "plus": ("What is {a} plus {b}?", "Add {a} and {b}.", "{a} apples and {b} more apples: how many apples?"),
-    "minus": ("What is {a} minus {b}?", "Take {b} away from {a}.", "Of {a} birds, {b} fly away: how many are left?"),
+    "plus": (
+        "What is {a} plus {b}?",
+        "Add {a} and {b}.",
+        "{a} apples and {b} more apples: how many apples?",
+    ),
+    "minus": (
+        "What is {a} minus {b}?",
+        "Take {b} away from {a}.",
+        "Of {a} birds, {b} fly away: how many are left?",
+    ),
 }
 
 
@@ -32,13 +40,17 @@ def problems(num_rows: int, seed: int) -> list[dict]:
 
 
 def last_number(response: str, answer: str) -> float:
-    """1 if the last number in the response is the answer: a reward function for --reward.functions PATH:last_number."""
+    """1 if the last number in the response is the answer: a reward function for --reward.functions
+    PATH:last_number.
+    """
     numbers = re.findall(r"-?\d+", response)
     return float(bool(numbers) and numbers[-1] == answer)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file")
     parser.add_argument("num_rows", nargs="?", type=int, default=4000)
     arguments = parser.parse_args()

@@ -5,12 +5,16 @@ import os
 
 import pytest
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when OpenMP loads: waiting threads must not spin
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # read when OpenMP loads: waiting threads must not spin
 
 import torch
 from tiny import save_tiny
 
-torch.set_num_threads(1)    # ranks of multi-rank tests share the cores; more threads only fight over them
+torch.set_num_threads(
+    1
+)  # ranks of multi-rank tests share the cores; more threads only fight over them
 
 
 def pytest_configure(config):
@@ -36,7 +40,9 @@ def files(tmp_path_factory):
     """Prompts in files of 16, 3, 1 and 7 rows, and reward functions in a file."""
     directory = tmp_path_factory.mktemp("data")
     for num in (16, 3, 1, 7):
-        rows = [{"prompt": f"{i}{'+' * (i % 3)}{i}=", "answer": str(i), "number": i} for i in range(num)]
+        rows = [
+            {"prompt": f"{i}{'+' * (i % 3)}{i}=", "answer": str(i), "number": i} for i in range(num)
+        ]
         (directory / f"{num}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "rewards.py").write_text(
         "import os\ndef spread(response):\n    return sum(map(ord, response)) % 5 / 4\n"

@@ -19,7 +19,8 @@ from rollout import HfEngine, Rollout
 
 TEMPERATURE = 0.7
 
-# In a fork, which is there sooner than a new interpreter; most groups have some spread by the first.
+# In a fork, which is there sooner than a new interpreter; most groups have some spread by the
+# first.
 REWARDS = {
     "spread": lambda response: sum(map(ord, response)) % 5 / 4,
     "low": lambda response: float(response[:1] in ("0", "1", "2", "3", "4")),
@@ -30,12 +31,19 @@ REWARDS = {
 
 
 def settings(tiny, files, out, entry=grpo, **changes):
-    """Args of a small job of grpo.py, or of ppo.py: 4 prompts x 4 samples of up to 6 tokens by the plain engine."""
+    """Args of a small job of grpo.py, or of ppo.py: 4 prompts x 4 samples of up to 6 tokens by the
+    plain engine.
+    """
     base = dict(
-        model_path=tiny, data_paths=(str(files / "16.jsonl"),), num_steps=2, learning_rate=1e-2,
+        model_path=tiny,
+        data_paths=(str(files / "16.jsonl"),),
+        num_steps=2,
+        learning_rate=1e-2,
         run=dict(output_dir=str(out), name="run"),
         batch=dict(prompts_per_step=4, group_size=4, num_minibatches=2, tokens_per_row=512),
-        data=dict(max_prompt_tokens=16), optim=dict(warmup_steps=0), log=dict(plot_every=0, samples_per_step=1000),
+        data=dict(max_prompt_tokens=16),
+        optim=dict(warmup_steps=0),
+        log=dict(plot_every=0, samples_per_step=1000),
         rollout=dict(engine="hf", max_response_tokens=6, temperature=TEMPERATURE),
         reward=dict(functions=("spread",), num_workers=1),
     )
@@ -45,7 +53,9 @@ def settings(tiny, files, out, entry=grpo, **changes):
 
 
 def train(args, world_size=1, **replaced):
-    """The run's directory after the entry's main(args); `replaced` are stand-ins for what the entry imports."""
+    """The run's directory after the entry's main(args); `replaced` are stand-ins for what the entry
+    imports.
+    """
     entry = sys.modules[type(args).__module__]
     scorer = functools.partial(Scorer, callables=REWARDS)
 

@@ -1,8 +1,9 @@
 """Ranks that stay alive between tests, for engines that are slow to build and cannot be taken down.
 
-`with lab(2, setup) as on_ranks:` starts 2 ranks (see ranks.py); each keeps what `setup()` returned. Then
-`on_ranks(fn, *args)` runs fn(kept, *args) on all of them and returns the list of results; an exception on a rank is
-raised again here. fn may be a closure. Ranks run at the same time, so collectives work.
+`with lab(2, setup) as on_ranks:` starts 2 ranks (see ranks.py); each keeps what `setup()` returned.
+Then `on_ranks(fn, *args)` runs fn(kept, *args) on all of them and returns the list of results; an
+exception on a rank is raised again here. fn may be a closure. Ranks run at the same time, so
+collectives work.
 """
 
 import contextlib
@@ -18,8 +19,10 @@ from ranks import run_ranks
 
 @contextlib.contextmanager
 def lab(world_size: int, setup: Callable, *, timeout_s: float = 600.0) -> Iterator[Callable]:
-    """A function (fn, *args) -> [result of rank 0, ...]; the ranks end with the block, or after timeout_s."""
-    import cloudpickle    # vLLM brings it
+    """A function (fn, *args) -> [result of rank 0, ...]; the ranks end with the block, or after
+    timeout_s.
+    """
+    import cloudpickle  # vLLM brings it
 
     ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(world_size)), strict=True)
     failures = []
@@ -27,10 +30,10 @@ def lab(world_size: int, setup: Callable, *, timeout_s: float = 600.0) -> Iterat
     def run() -> None:
         try:
             run_ranks(world_size, _serve, theirs, setup, timeout_s=timeout_s)
-        except Exception as error:    # handed to the thread that waits for an answer
+        except Exception as error:  # handed to the thread that waits for an answer
             failures.append(error)
 
-    ranks = threading.Thread(target=run)    # not an executor: its exit handler fails in forked ranks
+    ranks = threading.Thread(target=run)  # not an executor: its exit handler fails in forked ranks
     ranks.start()
 
     def on_ranks(fn: Callable, *args) -> list:
@@ -63,7 +66,7 @@ def _serve(pipes: tuple, setup: Callable) -> None:
         error = result = None
         try:
             result = fn(kept, *args)
-        except Exception as raised:    # a process boundary: the test raises it again
+        except Exception as raised:  # a process boundary: the test raises it again
             error = RuntimeError(f"on rank {dist.get_rank()}: {type(raised).__name__}: {raised}")
             error.add_note(traceback.format_exc())
         pipe.send_bytes(pickle.dumps((error, result)))

@@ -11,21 +11,38 @@ ARCHITECTURES = ("llama", "qwen2", "gemma", "gemma3", "gpt2")
 
 
 def make_model(architecture: str = "llama", *, seed: int = 0, **options) -> nn.Module:
-    """A causal language model of 2 layers in fp32 with packed attention and random weights; `options` of its config.
+    """A causal language model of 2 layers in fp32 with packed attention and random weights;
+    `options` of its config.
 
-    qwen2 has biases; gemma, gemma3 and gpt2 a tied head; gemma3 a sliding window of 4 tokens in its first layer; gpt2
-    learned positions, where a position that does not restart shows.
+    qwen2 has biases; gemma, gemma3 and gpt2 a tied head; gemma3 a sliding window of 4 tokens in its
+    first layer; gpt2 learned positions, where a position that does not restart shows.
     """
     import transformers
 
     sizes = dict(
-        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
     )
-    sizes |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=512, initializer_range=0.3)
+    sizes |= dict(
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, initializer_range=0.3
+    )
     sizes |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
     if architecture == "gemma3":
-        sizes |= dict(sliding_window=4, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=8)
-    name = {"llama": "Llama", "qwen2": "Qwen2", "gemma": "Gemma", "gemma3": "Gemma3Text", "gpt2": "GPT2"}[architecture]
+        sizes |= dict(
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention"],
+            query_pre_attn_scalar=8,
+        )
+    name = {
+        "llama": "Llama",
+        "qwen2": "Qwen2",
+        "gemma": "Gemma",
+        "gemma3": "Gemma3Text",
+        "gpt2": "GPT2",
+    }[architecture]
     config = getattr(transformers, f"{name}Config")(**sizes | options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -38,7 +55,9 @@ def make_model(architecture: str = "llama", *, seed: int = 0, **options) -> nn.M
 
 
 def random_sequences(lengths: list[tuple[int, int]], *, seed: int = 0) -> list[dict[str, Tensor]]:
-    """A sequence for pack() per (prompt length, response length): random tokens, advantages of random sign."""
+    """A sequence for pack() per (prompt length, response length): random tokens, advantages of
+    random sign.
+    """
     generator = torch.Generator().manual_seed(seed)
     made = []
     for num_prompt, num_response in lengths:
@@ -48,10 +67,14 @@ def random_sequences(lengths: list[tuple[int, int]], *, seed: int = 0) -> list[d
     return made
 
 
-def plain_logprobs(model: nn.Module, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """log pi(tokens[i] | tokens[<i]) and entropy of one sequence alone, [L] and [L], 0 at the first token.
+def plain_logprobs(
+    model: nn.Module, tokens: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """log pi(tokens[i] | tokens[<i]) and entropy of one sequence alone, [L] and [L], 0 at the first
+    token.
 
-    Independent of what is tested: all logits of a forward with Transformers' own attention, and log_softmax in float64.
+    Independent of what is tested: all logits of a forward with Transformers' own attention, and
+    log_softmax in float64.
     """
     model.set_attn_implementation("sdpa")
     logits = model(tokens[None], use_cache=False).logits[0, :-1].double() / temperature

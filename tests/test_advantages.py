@@ -1,4 +1,6 @@
-"""Advantages against hand-computed groups and a slow scalar recursion; the cache; the same statistics on any ranks."""
+"""Advantages against hand-computed groups and a slow scalar recursion; the cache; the same
+statistics on any ranks.
+"""
 
 import random
 
@@ -45,7 +47,9 @@ def test_the_batch_baseline_takes_mean_and_deviation_over_all_prompts():
     close(plain, [[0.375] * 4, [-0.625] * 3 + [0.375]])
     scaled = group_advantages(EASY_AND_HARD, baseline="batch")
     close(scaled, plain / EASY_AND_HARD.std(), rtol=1e-5, atol=1e-5)
-    assert group_advantages(torch.tensor([[1.0], [0.0]]), baseline="batch", scale_by_std=False).tolist() == [
+    assert group_advantages(
+        torch.tensor([[1.0], [0.0]]), baseline="batch", scale_by_std=False
+    ).tolist() == [
         [0.5],
         [-0.5],
     ]
@@ -61,7 +65,9 @@ def test_equal_rewards_give_exactly_zero(baseline, reward):
 
 def test_a_group_of_one_is_refused_unless_the_baseline_is_the_batch():
     for baseline in ("group", "leave_one_out"):
-        with pytest.raises(ValueError, match="group size 1: a group baseline needs at least 2 samples"):
+        with pytest.raises(
+            ValueError, match="group size 1: a group baseline needs at least 2 samples"
+        ):
             group_advantages(torch.ones(3, 1), baseline=baseline)
     assert (group_advantages(torch.ones(3, 1), baseline="batch") == 0).all()
     assert (group_advantages(torch.ones(1, 1), baseline="batch") == 0).all()
@@ -79,7 +85,9 @@ def test_the_only_success_of_a_group_counts_whatever_the_baseline():
 
 
 def test_dropping_samples_later_does_not_change_what_the_others_were_compared_with():
-    """open-instruct#1794: four of eight samples were dropped before the rewards were cut into groups of four."""
+    """open-instruct#1794: four of eight samples were dropped before the rewards were cut into
+    groups of four.
+    """
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
     kept = torch.tensor([[True, True, False, False], [False, False, True, True]])
     survivors = group_advantages(rewards, scale_by_std=False)[kept]
@@ -134,18 +142,30 @@ def test_whitening_equal_or_single_or_no_values_is_finite():
 def test_the_score_lands_on_the_last_response_token_and_never_on_what_follows():
     """trl#5338: the score was written one token behind the response, and vanished under the mask."""
     mask = torch.tensor([0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0], dtype=torch.bool)
-    cu_seqlens = torch.tensor([0, 5, 10, 12], dtype=torch.int32)  # the third sequence has no response token
+    cu_seqlens = torch.tensor(
+        [0, 5, 10, 12], dtype=torch.int32
+    )  # the third sequence has no response token
     found = token_rewards(
-        torch.tensor([1.0, 2.0, 9.0]), torch.zeros(12), torch.zeros(12), mask, cu_seqlens, kl_coef=0.0
+        torch.tensor([1.0, 2.0, 9.0]),
+        torch.zeros(12),
+        torch.zeros(12),
+        mask,
+        cu_seqlens,
+        kl_coef=0.0,
     )
     assert found.tolist() == [0, 0, 1, 0, 0, 0, 0, 0, 0, 2, 0, 0]
 
 
 def test_the_kl_penalty_is_k1_on_response_tokens_alone():
     mask = torch.tensor([0, 1, 1], dtype=torch.bool)
-    logprobs, ref_logprobs = torch.tensor([float("nan"), -1.0, -2.0]), torch.tensor([5.0, -1.5, -1.0])
+    logprobs, ref_logprobs = (
+        torch.tensor([float("nan"), -1.0, -2.0]),
+        torch.tensor([5.0, -1.5, -1.0]),
+    )
     cu_seqlens = torch.tensor([0, 3], dtype=torch.int32)
-    found = token_rewards(torch.tensor([1.0]), logprobs, ref_logprobs, mask, cu_seqlens, kl_coef=0.1)
+    found = token_rewards(
+        torch.tensor([1.0]), logprobs, ref_logprobs, mask, cu_seqlens, kl_coef=0.1
+    )
     close(found, [0.0, -0.05, 1.1])
 
 
@@ -158,10 +178,14 @@ def test_gae_of_the_docstring():
 
 
 def test_the_final_reward_reaches_every_response_token_and_no_other():
-    """trl#5338: gamma and lambda 1, values 0, a response of 3 tokens, alone and before another sequence."""
+    """trl#5338: gamma and lambda 1, values 0, a response of 3 tokens, alone and before another
+    sequence.
+    """
     mask = torch.tensor([0, 1, 1, 1, 0, 1], dtype=torch.bool)
     cu_seqlens = torch.tensor([0, 4, 6], dtype=torch.int32)
-    rewards = token_rewards(torch.tensor([1.0, 5.0]), torch.zeros(6), torch.zeros(6), mask, cu_seqlens, kl_coef=0.0)
+    rewards = token_rewards(
+        torch.tensor([1.0, 5.0]), torch.zeros(6), torch.zeros(6), mask, cu_seqlens, kl_coef=0.0
+    )
     advantages, _ = gae(rewards, torch.zeros(6), mask, cu_seqlens, gamma=1.0, lam=1.0)
     assert advantages.tolist() == [0, 1, 1, 1, 0, 5]
 
@@ -170,7 +194,9 @@ def test_masked_tokens_between_response_tokens_are_no_transitions():
     """miles#1827: the reward was discounted once per masked token."""
     mask = torch.tensor([1, 0, 0, 1, 0], dtype=torch.bool)
     cu_seqlens = torch.tensor([0, 5], dtype=torch.int32)
-    rewards = token_rewards(torch.tensor([1.0]), torch.zeros(5), torch.zeros(5), mask, cu_seqlens, kl_coef=0.0)
+    rewards = token_rewards(
+        torch.tensor([1.0]), torch.zeros(5), torch.zeros(5), mask, cu_seqlens, kl_coef=0.0
+    )
     advantages, _ = gae(rewards, torch.zeros(5), mask, cu_seqlens, gamma=1.0, lam=0.5)
     close(advantages, [0.5, 0.0, 0.0, 1.0, 0.0])
 
@@ -189,7 +215,9 @@ def slow_gae(rewards, values, mask, cu_seqlens, gamma, lam):
     return advantages, returns
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.99, 0.9), (0.9, 0.0), (0.0, 0.5)])
+@pytest.mark.parametrize(
+    ("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.99, 0.9), (0.9, 0.0), (0.0, 0.5)]
+)
 def test_gae_equals_a_scalar_recursion_on_random_packed_rows(gamma, lam):
     draw = random.Random(0)
     for case in range(20):
@@ -211,11 +239,16 @@ def test_lambda_1_gives_return_minus_value_and_lambda_0_the_one_step_error():
     to_come = rewards.flip(0).cumsum(0).flip(0)
     close(gae(rewards, values, mask, cu_seqlens, gamma=1.0, lam=1.0)[0], to_come - values)
     next_values = torch.cat([values[1:], torch.zeros(1)])
-    close(gae(rewards, values, mask, cu_seqlens, gamma=0.9, lam=0.0)[0], rewards + 0.9 * next_values - values)
+    close(
+        gae(rewards, values, mask, cu_seqlens, gamma=0.9, lam=0.0)[0],
+        rewards + 0.9 * next_values - values,
+    )
 
 
 def test_neighbours_in_the_row_never_matter():
-    """miles#1827: the second sequence stays as it is when the first one's values are multiplied by 1000."""
+    """miles#1827: the second sequence stays as it is when the first one's values are multiplied by
+    1000.
+    """
     torch.manual_seed(0)
     rewards, values, mask = torch.randn(9), torch.randn(9), torch.rand(9) < 0.7
     cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32)
@@ -230,13 +263,17 @@ def test_neighbours_in_the_row_never_matter():
 def test_values_of_masked_tokens_may_be_anything_and_those_of_response_tokens_may_be_bf16():
     mask, cu_seqlens = torch.tensor([False, True]), torch.tensor([0, 2], dtype=torch.int32)
     values = torch.tensor([float("nan"), 0.5], dtype=torch.bfloat16)
-    advantages, returns = gae(torch.tensor([float("nan"), 1.0]), values, mask, cu_seqlens, gamma=1.0, lam=1.0)
+    advantages, returns = gae(
+        torch.tensor([float("nan"), 1.0]), values, mask, cu_seqlens, gamma=1.0, lam=1.0
+    )
     assert advantages.tolist() == [0.0, 0.5] and returns.tolist() == [0.0, 1.0]
     assert advantages.dtype == returns.dtype == torch.float32
 
 
 def test_the_value_of_a_response_token_is_that_of_the_state_before_it():
-    """verl#1758. x[i] belongs to tokens[i]: with values that count tokens, each one-step error without rewards is 1."""
+    """verl#1758. x[i] belongs to tokens[i]: with values that count tokens, each one-step error
+    without rewards is 1.
+    """
     mask = torch.tensor([0, 0, 0, 1, 1, 1], dtype=torch.bool)
     values = torch.arange(6.0)  # before tokens[3] three tokens had been read
     advantages, _ = gae(torch.zeros(6), values, mask, torch.tensor([0, 6]), gamma=1.0, lam=0.0)
@@ -258,7 +295,10 @@ def test_the_cache_computes_once_per_rollout_and_never_returns_an_earlier_rollou
         return f"advantages of {rollout}"
 
     for rollout in (0, 0, 0, 1, 1, 0):
-        assert cache.get(rollout, lambda rollout=rollout: compute(rollout)) == f"advantages of {rollout}"
+        assert (
+            cache.get(rollout, lambda rollout=rollout: compute(rollout))
+            == f"advantages of {rollout}"
+        )
     assert calls == [0, 1, 0] and cache.num_computed == 3  # one entry: a new key evicts the old one
 
 

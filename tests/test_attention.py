@@ -1,4 +1,6 @@
-"""Packed attention against masked attention in float64: within sequences, within windows, and at what cost."""
+"""Packed attention against masked attention in float64: within sequences, within windows, and at
+what cost.
+"""
 
 import time
 
@@ -19,8 +21,14 @@ def boundaries(lengths):
 
 def inputs(num_tokens, heads=4, kv_heads=2, size=8, seed=0, **options):
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(1, heads, num_tokens, size), (1, kv_heads, num_tokens, size), (1, kv_heads, num_tokens, size)]
-    return [torch.randn(shape, generator=generator).to(**options).requires_grad_() for shape in shapes]
+    shapes = [
+        (1, heads, num_tokens, size),
+        (1, kv_heads, num_tokens, size),
+        (1, kv_heads, num_tokens, size),
+    ]
+    return [
+        torch.randn(shape, generator=generator).to(**options).requires_grad_() for shape in shapes
+    ]
 
 
 def attend(q, k, v, lengths, **options):
@@ -31,7 +39,9 @@ def attend(q, k, v, lengths, **options):
 
 
 def reference(q, k, v, lengths, scaling=None, sliding_window=None):
-    """[1, N, H, D] by one matrix of all scores, in float64, with what must not be seen at minus infinity."""
+    """[1, N, H, D] by one matrix of all scores, in float64, with what must not be seen at minus
+    infinity.
+    """
     q, k, v = (x.double() for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * (scaling or q.shape[-1] ** -0.5)
@@ -47,7 +57,9 @@ LENGTHS = [5, 1, 9, 5, 2, 9, 17, 1]
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("options", [{}, {"scaling": 0.2}, {"sliding_window": 4}, {"sliding_window": 100}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"scaling": 0.2}, {"sliding_window": 4}, {"sliding_window": 100}], ids=str
+)
 def test_each_token_attends_to_the_past_of_its_own_sequence(kv_heads, options):
     tensors = inputs(sum(LENGTHS), kv_heads=kv_heads)
     found, expected = attend(*tensors, LENGTHS, **options), reference(*tensors, LENGTHS, **options)
@@ -61,7 +73,9 @@ def test_each_token_attends_to_the_past_of_its_own_sequence(kv_heads, options):
 
 def test_missing_boundaries_raise_instead_of_attending_over_the_row():
     q, k, v = inputs(6)
-    with pytest.raises(ValueError, match="Identity got no cu_seq_lens_q: pass the row's cu_seqlens"):
+    with pytest.raises(
+        ValueError, match="Identity got no cu_seq_lens_q: pass the row's cu_seqlens"
+    ):
         packed_attention(nn.Identity(), q, k, v, None)
     model = make_model()
     with pytest.raises(ValueError, match="LlamaAttention got no cu_seq_lens_q"):
@@ -75,11 +89,18 @@ def test_what_the_backends_do_not_compute_is_refused(option):
     options = {"softcap": {"softcap": 30.0}, "s_aux": {"s_aux": torch.zeros(4)}}.get(option, {})
     if option == "two rows":
         q, k, v = (x.repeat(2, 1, 1, 1) for x in (q, k, v))
-    with pytest.raises(ValueError, match="one row without a mask, and has no soft-cap or attention sinks; use a model"):
-        packed_attention(nn.Identity(), q, k, v, mask, cu_seq_lens_q=boundaries([6]), max_length_q=6, **options)
+    with pytest.raises(
+        ValueError,
+        match="one row without a mask, and has no soft-cap or attention sinks; use a model",
+    ):
+        packed_attention(
+            nn.Identity(), q, k, v, mask, cu_seq_lens_q=boundaries([6]), max_length_q=6, **options
+        )
 
 
-MIXED = dict(vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+MIXED = dict(
+    vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+)
 
 
 @pytest.mark.parametrize(
@@ -97,15 +118,24 @@ def test_a_model_that_mixes_tokens_by_other_ways_is_refused(name, options, reaso
 
     config = getattr(transformers, f"{name}Config")(**MIXED | options)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=f"mixes tokens by {reason}.* use a model of full or sliding-window attention"):
+    with pytest.raises(
+        ValueError,
+        match=f"mixes tokens by {reason}.* use a model of full or sliding-window attention",
+    ):
         use_packed_attention(model)
 
 
 def test_defaults_that_lose_the_boundaries_elsewhere_do_not_here():
-    """With Transformers' sdpa an all-ones mask or a cache in evaluation mode changes log-probabilities by about 2."""
+    """With Transformers' sdpa an all-ones mask or a cache in evaluation mode changes
+    log-probabilities by about 2.
+    """
     model = make_model().eval()
     (row,) = pack(random_sequences([(3, 9), (5, 1), (2, 20)]), 50)
-    known = dict(position_ids=row.position_ids[None], cu_seq_lens_q=row.cu_seqlens, cu_seq_lens_k=row.cu_seqlens)
+    known = dict(
+        position_ids=row.position_ids[None],
+        cu_seq_lens_q=row.cu_seqlens,
+        cu_seq_lens_k=row.cu_seqlens,
+    )
     known |= dict(max_length_q=row.max_seqlen, max_length_k=row.max_seqlen)
     with torch.no_grad():
         expected = model(row.tokens[None], use_cache=False, **known).logits
@@ -136,7 +166,9 @@ def test_gradient_checkpointing_keeps_the_boundaries_in_the_recomputed_forward()
 def test_there_is_one_kernel_call_per_length(monkeypatch):
     calls = []
     real = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: calls.append(a) or real(*a, **k))
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *a, **k: calls.append(a) or real(*a, **k)
+    )
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(5, 16, (512,), generator=generator).tolist()
     attend(*inputs(sum(lengths)), lengths)
@@ -159,7 +191,9 @@ def test_many_short_sequences_cost_at_most_three_padded_calls(lengths):
     drawn = torch.randint(5, 16, (512,), generator=torch.Generator().manual_seed(0)).tolist()
     lengths = [10] * 512 if lengths == "512 of 10" else drawn
     tensors = inputs(sum(lengths), size=32)
-    padded = [x.detach().new_zeros(512, x.shape[1], max(lengths), 32).requires_grad_() for x in tensors]
+    padded = [
+        x.detach().new_zeros(512, x.shape[1], max(lengths), 32).requires_grad_() for x in tensors
+    ]
 
     def packed_call():
         attend(*tensors, lengths).sum().backward()
@@ -178,8 +212,12 @@ def test_the_gpu_kernel_attends_as_the_cpu_segments_do(kv_heads, options):
     on_cpu = inputs(sum(lengths), kv_heads=kv_heads, size=64)
     on_gpu = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in on_cpu]
     expected, found = attend(*on_cpu, lengths, **options), attend(*on_gpu, lengths, **options)
-    torch.testing.assert_close(found.float().cpu(), expected, rtol=2e-2, atol=2e-2)  # bf16 has 8 bits
+    torch.testing.assert_close(
+        found.float().cpu(), expected, rtol=2e-2, atol=2e-2
+    )  # bf16 has 8 bits
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     exact = torch.autograd.grad((expected * weights).sum(), on_cpu)
-    for x, y in zip(torch.autograd.grad((found.float() * weights.cuda()).sum(), on_gpu), exact, strict=True):
+    for x, y in zip(
+        torch.autograd.grad((found.float() * weights.cuda()).sum(), on_gpu), exact, strict=True
+    ):
         assert (x.float().cpu() - y).norm() < 2e-2 * y.norm()

@@ -1,4 +1,6 @@
-"""Checkpoints: what is loaded is what was saved, at any number of ranks, or the one before; exports for others."""
+"""Checkpoints: what is loaded is what was saved, at any number of ranks, or the one before; exports
+for others.
+"""
 
 import json
 import multiprocessing
@@ -12,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # noqa: F401  a first optimizer step imports it: once here, not in each forked rank
+import torch._dynamo
 import torch.distributed as dist
 from ranks import run_ranks
 from rows import make_model, random_sequences
@@ -50,7 +52,9 @@ class Run:
         if dist.is_initialized():
             for part in [*self.model.model.layers, self.model]:
                 fully_shard(part)
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
+        self.optimizer = torch.optim.AdamW(
+            [p for p in self.model.parameters() if p.requires_grad], lr=1e-2
+        )
         self.stream = PromptStream([[Prompt([i], str(i), "", "x") for i in range(7)]], 4, seed=3)
         self.state = {"policy": TrainState(self.model, self.optimizer), "stream": self.stream}
         self.state["generators"] = GeneratorState()
@@ -104,7 +108,9 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, capfd, before,
                 assert then[name].equal(x), name
             else:  # gradients of two ranks are averaged in another order
                 torch.testing.assert_close(then[name], x, rtol=1e-4, atol=1e-6, msg=name)
-    said = f"saved by {before} ranks, loaded by {after}: samples will differ" in capfd.readouterr().out
+    said = (
+        f"saved by {before} ranks, loaded by {after}: samples will differ" in capfd.readouterr().out
+    )
     assert said == (before != after)
 
 
@@ -139,7 +145,9 @@ def test_tied_and_frozen_parameters_and_a_model_without_an_optimizer_are_saved_t
     assert expected["model.embed_tokens.weight"].equal(embedding)
     assert not any(name.startswith("model.embed_tokens.weight ") for name in expected)
     for found, reference in run_ranks(2, loaded_numbers):
-        assert found.keys() == expected.keys() and all(x.equal(expected[name]) for name, x in found.items())
+        assert found.keys() == expected.keys() and all(
+            x.equal(expected[name]) for name, x in found.items()
+        )
         assert all(x.equal(expected_reference[name]) for name, x in reference.items())
 
 
@@ -148,7 +156,9 @@ def draws():
 
 
 def test_each_ranks_generators_go_on_where_they_were(tmp_path):
-    """google/tunix#2288, F04: the same numbers after a resume, and still different ones on each rank."""
+    """google/tunix#2288, F04: the same numbers after a resume, and still different ones on each
+    rank.
+    """
 
     def saved_draws():
         seed = 10 + dist.get_rank()
@@ -208,13 +218,20 @@ def test_a_directory_that_a_run_left_unfinished_is_ignored_and_then_removed(tmp_
     counter = Counter()
     assert load(tmp_path, {"counter": counter}) == 4 and counter.count == 4
     save(tmp_path, 8, {"counter": Counter(8)})
-    assert {p.name for p in tmp_path.iterdir()} == {"step-000004", "step-000008", "step-000008.old", "step-x"}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "step-000004",
+        "step-000008",
+        "step-000008.old",
+        "step-x",
+    }
 
 
 def save_without_room(directory, queue):
     run = Run(seed=2)
     run.step()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # bytes of a file: less than the weights take
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (20_000, 20_000)
+    )  # bytes of a file: less than the weights take
     try:
         save(directory, 3, run.state)
     except OSError as error:
@@ -231,7 +248,9 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoint_and_nothing_else(tmp_pa
     child.join(60)
     assert child.exitcode == 0
     message = queue.get()
-    assert "step-000003: not saved" in message and "File too large" in message and "\n" not in message
+    assert (
+        "step-000003: not saved" in message and "File too large" in message and "\n" not in message
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["step-000002"]
     step, found, _ = loaded(tmp_path)
     assert step == 2 and all(found[name].equal(x) for name, x in saved.items())
@@ -258,7 +277,9 @@ def test_a_rank_that_dies_while_saving_leaves_no_complete_checkpoint(tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     trained_and_saved(tmp_path)
-    with pytest.raises(ValueError, match="step-000002: is not of this model .*resume with the same --model"):
+    with pytest.raises(
+        ValueError, match="step-000002: is not of this model .*resume with the same --model"
+    ):
         load(tmp_path, Run(architecture="qwen2").state)
 
 
@@ -270,8 +291,12 @@ def buckets_of(model, num_buckets=3):
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma"])
 @pytest.mark.parametrize("max_shard_bytes", [1 << 30, 8_000])
-def test_an_export_loads_in_transformers_and_gives_the_same_logits(tmp_path, architecture, max_shard_bytes):
-    """SkyRL#124, verl#1288, transformers#25198: tied weights once, dtype as stated, no prefix in a name."""
+def test_an_export_loads_in_transformers_and_gives_the_same_logits(
+    tmp_path, architecture, max_shard_bytes
+):
+    """SkyRL#124, verl#1288, transformers#25198: tied weights once, dtype as stated, no prefix in a
+    name.
+    """
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
@@ -291,7 +316,9 @@ def test_an_export_loads_in_transformers_and_gives_the_same_logits(tmp_path, arc
     if max_shard_bytes == 8_000:
         assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
         assert max(sizes) < 8_000 + 2_000  # and a header
-        assert len(files) <= 2 * sum(sizes) / 8_000 + 1  # two that follow each other would not fit into one
+        assert (
+            len(files) <= 2 * sum(sizes) / 8_000 + 1
+        )  # two that follow each other would not fit into one
         index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == sum(2 * p.numel() for p in model.parameters())
         assert set(index["weight_map"].values()) == set(files)
@@ -303,7 +330,9 @@ def test_an_export_loads_in_transformers_and_gives_the_same_logits(tmp_path, arc
             tensors |= {key: file.get_tensor(key) for key in file.keys()}
     assert tensors.keys() == dict(model.named_parameters()).keys()
     assert {x.dtype for x in tensors.values()} == {torch.bfloat16}
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16  # as config.json says
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    )  # as config.json says
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     tokens = torch.tensor([[5, 6, 7]])
     assert again(tokens).logits.equal(model(tokens).logits)
@@ -313,7 +342,12 @@ def test_tensors_that_are_views_of_one_buffer_are_written_one_by_one(tmp_path):
     from safetensors.torch import load_file
 
     buffer = torch.arange(24.0)
-    pieces = {"a": buffer[:6].view(2, 3), "b": buffer[6:18], "c": buffer[18:].view(3, 2).t(), "d": buffer[23]}
+    pieces = {
+        "a": buffer[:6].view(2, 3),
+        "b": buffer[6:18],
+        "c": buffer[18:].view(3, 2).t(),
+        "d": buffer[23],
+    }
     save_safetensors([list(pieces.items())], tmp_path)
     found = load_file(tmp_path / "model.safetensors")
     assert found.keys() == pieces.keys() and all(x.equal(pieces[name]) for name, x in found.items())
@@ -348,13 +382,25 @@ def test_the_other_files_of_a_model_are_copied_and_its_config_states_the_new_dty
     model, out = tmp_path / "model", tmp_path / "out"
     model.mkdir()
     (model / "config.json").write_text('{"torch_dtype": "float32", "hidden_size": 8}')
-    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja", "tokenizer.model", "merges.txt"):
+    for name in (
+        "tokenizer.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "tokenizer.model",
+        "merges.txt",
+    ):
         (model / name).write_text(name)
     (model / "model.safetensors.index.json").write_text("{}")
     (model / "model.safetensors").write_text("weights")
     copy_model_files(model, out, torch.bfloat16)
     assert json.loads((out / "config.json").read_text()) == {"hidden_size": 8, "dtype": "bfloat16"}
-    copied = {"config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja", "tokenizer.model"}
+    copied = {
+        "config.json",
+        "tokenizer.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "tokenizer.model",
+    }
     assert {p.name for p in out.iterdir()} == copied | {"merges.txt"}
 
 
@@ -385,7 +431,9 @@ class Settings:
 def test_settings_come_back_from_json_as_they_were():
     settings = Settings(num_steps=7, inner=Inner((0.5, 0.6), ("a", "b")))
     assert from_json(Settings(), json.loads(json.dumps(asdict(settings)))) == settings
-    assert from_json(settings, {"inner": {"names": ["c"]}}) == Settings("built-in", 7, inner=Inner((0.5, 0.6), ("c",)))
+    assert from_json(settings, {"inner": {"names": ["c"]}}) == Settings(
+        "built-in", 7, inner=Inner((0.5, 0.6), ("c",))
+    )
 
 
 def test_settings_of_another_version_and_refused_values_are_errors():
@@ -416,16 +464,24 @@ def test_the_command_line_goes_over_an_earlier_runs_settings(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--config", "nowhere.json"], "error: --config nowhere.json: no such file; give an earlier run's config.json"),
+        (
+            ["--config", "nowhere.json"],
+            "error: --config nowhere.json: no such file; give an earlier run's config.json",
+        ),
         (["--num-steps", "0"], "error: .*--num-steps 0: at least 1"),
         (["--num-stepz", "1"], "error: .*--num-stepz"),
         (["--num-steps", "many"], "error: .*many"),
-        (["--config", __file__], "error: --config .*test_checkpoint.py: is not a JSON object; give an earlier run's"),
+        (
+            ["--config", __file__],
+            "error: --config .*test_checkpoint.py: is not a JSON object; give an earlier run's",
+        ),
         (["--limit", "nan"], "error: --limit nan: is not a number"),
         (["--inner.betas", "1", "nan"], "error: --inner.betas nan: is not a number"),
     ],
 )
-def test_a_refused_command_line_is_one_line_from_the_first_rank_alone(argv, message, monkeypatch, capsys):
+def test_a_refused_command_line_is_one_line_from_the_first_rank_alone(
+    argv, message, monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "argv", ["script.py", *argv])
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
@@ -438,11 +494,19 @@ def test_a_refused_command_line_is_one_line_from_the_first_rank_alone(argv, mess
         assert shown.count("\n") == (rank == "0")
 
 
-def test_the_directory_of_an_earlier_run_is_kept_under_a_number_unless_it_is_resumed(tmp_path, capfd):
+def test_the_directory_of_an_earlier_run_is_kept_under_a_number_unless_it_is_resumed(
+    tmp_path, capfd
+):
     run = RunConfig(str(tmp_path), "mine")
-    for num_steps in (1, 2, 3):    # each in a process of its own, which ends: a run in progress holds its directory
+    for num_steps in (
+        1,
+        2,
+        3,
+    ):  # each in a process of its own, which ends: a run in progress holds its directory
         run_ranks(1, run.open, Settings(num_steps=num_steps))
-    steps = {p.name: json.loads((p / "config.json").read_text())["num_steps"] for p in tmp_path.iterdir()}
+    steps = {
+        p.name: json.loads((p / "config.json").read_text())["num_steps"] for p in tmp_path.iterdir()
+    }
     assert steps == {"mine": 3, "mine.1": 1, "mine.2": 2}
     assert f"{tmp_path}/mine.2" in capfd.readouterr().out
     (tmp_path / "mine" / "checkpoints" / "step-000001").mkdir(parents=True)
@@ -455,21 +519,28 @@ def test_settings_without_meaning_are_refused():
     for setting in (dict(save_every=-1), dict(keep=0)):
         with pytest.raises(ValueError, match="--save-every"):
             RunConfig(**setting)
-    for name in ("", ".", "..", "a/b", "../a"):    # "" would rename the directory of all runs
+    for name in ("", ".", "..", "a/b", "../a"):  # "" would rename the directory of all runs
         with pytest.raises(ValueError, match=f"--name '{name}': must be the name of a directory"):
             RunConfig(name=name)
 
 
 def test_a_run_in_progress_its_own_model_and_a_resume_from_nothing_are_refused(tmp_path):
-    """Two jobs of one name would write into one directory; a model in it would be renamed away before it is read."""
+    """Two jobs of one name would write into one directory; a model in it would be renamed away
+    before it is read.
+    """
     run = RunConfig(str(tmp_path), "x")
-    with pytest.raises(ValueError, match="--resume: there is no saved state in .*leave it out, and set --save-every"):
+    with pytest.raises(
+        ValueError,
+        match="--resume: there is no saved state in .*leave it out, and set --save-every",
+    ):
         RunConfig(str(tmp_path), "x", resume=True).open(Settings())
     run.open(Settings())
     (tmp_path / "x" / "hf").mkdir()
     with pytest.raises(ValueError, match="lies in the directory of this run; give another --name"):
         run.open(Settings(), str(tmp_path / "x" / "hf"))
-    with pytest.raises(ValueError, match=f"--name x: process {os.getpid()} on .* is at work there; end it or give"):
+    with pytest.raises(
+        ValueError, match=f"--name x: process {os.getpid()} on .* is at work there; end it or give"
+    ):
         run.open(Settings())
     assert not (tmp_path / "x.1").exists()
 
@@ -485,7 +556,9 @@ def test_a_resume_with_another_seed_is_refused_and_leaves_the_settings_as_they_w
 
 
 def test_a_resume_with_another_model_or_fewer_steps_than_were_made_is_refused(tmp_path):
-    """It was found out when the weights were loaded; and fewer steps cut the records and put older weights in place."""
+    """It was found out when the weights were loaded; and fewer steps cut the records and put older
+    weights in place.
+    """
     run = RunConfig(str(tmp_path), "x", resume=True)
     (tmp_path / "x" / "checkpoints" / "step-000007").mkdir(parents=True)
     for earlier, message in (
@@ -496,4 +569,6 @@ def test_a_resume_with_another_model_or_fewer_steps_than_were_made_is_refused(tm
         with pytest.raises(ValueError, match=message):
             run_ranks(1, run.open, Settings(num_steps=6))
         assert json.loads((tmp_path / "x" / "config.json").read_text()) == earlier
-    run_ranks(1, run.open, Settings(num_steps=7))    # as when the last save was made and the model not yet written
+    run_ranks(
+        1, run.open, Settings(num_steps=7)
+    )  # as when the last save was made and the model not yet written

@@ -1,4 +1,6 @@
-"""What comms.py promises: error of the codec, bytes on the wire, and gradients of FSDP2 on real gloo groups."""
+"""What comms.py promises: error of the codec, bytes on the wire, and gradients of FSDP2 on real
+gloo groups.
+"""
 
 import math
 import os
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -26,9 +29,17 @@ from comms import (
     quantized_all_reduce,
     quantized_reduce_scatter,
 )
-from ranks import run_ranks
 
-SIZES = [1, 7, 8, 9, 255, 256, 257, 1_000_003]  # BUGS I03: no multiple of a block, a rank count or 8
+SIZES = [
+    1,
+    7,
+    8,
+    9,
+    255,
+    256,
+    257,
+    1_000_003,
+]  # BUGS I03: no multiple of a block, a rank count or 8
 
 
 def round_trip(x: Tensor, block_size: int = 256, rounding: str = "nearest") -> Tensor:
@@ -53,7 +64,9 @@ def relative_l2(x: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("block_size", [16, 256, 2048])
 @pytest.mark.parametrize("exponent", [-35, -30, -20, -3, 0, 3, 20, 30, 38])
 def test_error_is_at_most_absmax_over_254_for_absmax_from_1e_35_to_1e38(exponent, block_size):
-    """x 1.001: the scale and its product with the code are rounded to fp32, 2^-23 each, times up to 127 in the code."""
+    """x 1.001: the scale and its product with the code are rounded to fp32, 2^-23 each, times up to
+    127 in the code.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(5000, generator=generator) * 2 - 1
     x /= block_absmax(x, block_size)  # absmax 1 in each block
@@ -83,7 +96,9 @@ def test_zeros_are_exact(rounding):
 def test_the_largest_value_of_a_block_is_kept_to_the_last_bits():
     x = torch.randn(2560, generator=torch.Generator().manual_seed(0))
     largest = x.abs() == block_absmax(x, 256)
-    torch.testing.assert_close(round_trip(x)[largest], x[largest], rtol=3e-7, atol=0)  # 127 * (x / 127), rounded twice
+    torch.testing.assert_close(
+        round_trip(x)[largest], x[largest], rtol=3e-7, atol=0
+    )  # 127 * (x / 127), rounded twice
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -92,7 +107,10 @@ def test_blocks_are_independent(rounding):
     x = torch.randn(1024, generator=torch.Generator().manual_seed(0)) * 1e-4
     x[300] = 1e4
     back = round_trip(x, rounding=rounding)
-    error, limit = (back - x).abs(), block_absmax(x, 256) / (254 if rounding == "nearest" else 127) * 1.001
+    error, limit = (
+        (back - x).abs(),
+        block_absmax(x, 256) / (254 if rounding == "nearest" else 127) * 1.001,
+    )
     assert (error <= limit).all()
     assert back[300] == pytest.approx(1e4, rel=1e-6)
     assert (back[:256] != 0).float().mean() > 0.9
@@ -110,7 +128,9 @@ def test_nan_and_inf_stay_visible_in_their_block_and_nowhere_else(value, roundin
 
 def test_relative_l2_is_below_1_percent_on_gaussian_values_at_block_256():
     x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
-    assert 0.006 < relative_l2(round_trip(x), x) < 0.008  # 0.70 %; a codec far better than 8 bits would be no codec
+    assert (
+        0.006 < relative_l2(round_trip(x), x) < 0.008
+    )  # 0.70 %; a codec far better than 8 bits would be no codec
     assert relative_l2(round_trip(x.bfloat16()), x.bfloat16()) < 0.008
 
 
@@ -150,7 +170,9 @@ def test_block_sizes_must_be_powers_of_two_from_16_on(block_size):
 
 
 def test_the_gpu_kernels_give_the_codes_of_the_plain_functions():
-    """Run by Triton's interpreter, which is switched on when Triton is imported: in a process of its own."""
+    """Run by Triton's interpreter, which is switched on when Triton is imported: in a process of
+    its own.
+    """
     pytest.importorskip("triton")
     run_this_file(TRITON_INTERPRET="1")
 
@@ -158,13 +180,20 @@ def test_the_gpu_kernels_give_the_codes_of_the_plain_functions():
 def run_this_file(**environment: str) -> None:
     root = str(Path(__file__).resolve().parent.parent)
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **environment}
-    result = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
 
 
 def compare_kernels() -> None:
     torch.manual_seed(0)
-    for num_values, n, block_size in ((1000, 1000, 256), (2999, 1000, 64), (7, 3, 16), (5000, 2500, 4096)):
+    for num_values, n, block_size in (
+        (1000, 1000, 256),
+        (2999, 1000, 64),
+        (7, 3, 16),
+        (5000, 2500, 4096),
+    ):
         x = torch.randn(num_values) * torch.logspace(-34, 37, num_values)
         x[::5] = 0
         for dtype in (torch.float32, torch.bfloat16):
@@ -173,19 +202,31 @@ def compare_kernels() -> None:
                 with patch.dict(os.environ):
                     if not kernels:
                         del os.environ["TRITON_INTERPRET"]
-                    m = messages[kernels] = comms._Messages(-(-num_values // n), n, block_size, x.device)
+                    m = messages[kernels] = comms._Messages(
+                        -(-num_values // n), n, block_size, x.device
+                    )
                     comms._quantize_rows(x.to(dtype), m.codes, m.scales, block_size, "nearest")
                     m.total = torch.empty(n, dtype=dtype)
                     comms._dequantize_sum(m.codes, m.scales, m.total, block_size)
-            # 127 / absmax may differ in the last bit: a value half way between two codes may go either way
+            # 127 / absmax may differ in the last bit: a value half way between two codes may go
+            # either way
             assert (messages[True].codes.int() - messages[False].codes).abs().max() <= 1
             assert (messages[True].codes != messages[False].codes).float().mean() < 1e-3
-            torch.testing.assert_close(messages[True].scales, messages[False].scales, rtol=3e-7, atol=0)
-            torch.testing.assert_close(messages[True].total, messages[False].total, rtol=1e-2, atol=0)
+            torch.testing.assert_close(
+                messages[True].scales, messages[False].scales, rtol=3e-7, atol=0
+            )
+            torch.testing.assert_close(
+                messages[True].total, messages[False].total, rtol=1e-2, atol=0
+            )
     x = torch.randn(1024)
     x[10], x[300] = float("nan"), float("inf")
     codes, scales = quantize_blockwise(x)
-    assert dequantize_blockwise(codes, scales).isfinite().view(4, 256).sum(1).tolist() == [0, 0, 256, 256]
+    assert dequantize_blockwise(codes, scales).isfinite().view(4, 256).sum(1).tolist() == [
+        0,
+        0,
+        256,
+        256,
+    ]
     x = torch.full((51_200,), 1 / 3)
     x[::256] = 1
     back = dequantize_blockwise(*quantize_blockwise(x, rounding="stochastic"))
@@ -195,7 +236,9 @@ def compare_kernels() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_gpu_gives_the_codes_of_the_cpu():
-    """In a process of its own: the ranks of other tests are forked from this one, which must not touch the GPU."""
+    """In a process of its own: the ranks of other tests are forked from this one, which must not
+    touch the GPU.
+    """
     run_this_file()
 
 
@@ -205,12 +248,18 @@ def compare_gpu() -> None:
         codes, scales = quantize_blockwise(x.cuda(), rounding=rounding)
         plain_codes, plain_scales = quantize_blockwise(x)
         assert (codes.cpu().int() - plain_codes).abs().max() <= 1
-        assert (codes.cpu() != plain_codes).float().mean() < (1e-3 if rounding == "nearest" else 0.6)
+        assert (codes.cpu() != plain_codes).float().mean() < (
+            1e-3 if rounding == "nearest" else 0.6
+        )
         torch.testing.assert_close(scales.cpu(), plain_scales, rtol=3e-7, atol=0)
         back = dequantize_blockwise(codes, scales)
-        torch.testing.assert_close(back.cpu(), dequantize_blockwise(codes.cpu(), scales.cpu()), rtol=3e-7, atol=0)
+        torch.testing.assert_close(
+            back.cpu(), dequantize_blockwise(codes.cpu(), scales.cpu()), rtol=3e-7, atol=0
+        )
     x[[300, 990]] = torch.tensor([float("nan"), float("inf")])
-    finite = dequantize_blockwise(*quantize_blockwise(x.cuda()))[:1024].isfinite().view(4, 256).sum(1)
+    finite = (
+        dequantize_blockwise(*quantize_blockwise(x.cuda()))[:1024].isfinite().view(4, 256).sum(1)
+    )
     assert finite.tolist() == [256, 0, 256, 0]
     assert quantize_blockwise(x[:0].cuda())[0].shape == (0,)
 
@@ -231,7 +280,8 @@ def reduce_random(dtype: torch.dtype, rounding: str, block_size: int) -> None:
         kept = inputs[rank].clone()
         quantized_reduce_scatter(output, inputs[rank], block_size=block_size, rounding=rounding)
         assert torch.equal(inputs[rank], kept)
-        # of absmax: up to 4 sigma of the sum in absmax / 254 per rank; bf16 outputs round by 2^-9 more
+        # of absmax: up to 4 sigma of the sum in absmax / 254 per rank; bf16 outputs round by 2^-9
+        # more
         tolerance = dict(rtol=2**-8, atol=5 * world_size / 127) if rounding == "stochastic" else dict(
             rtol=2**-8 if dtype == torch.bfloat16 else 0, atol=5 * world_size / 254)  # fmt: skip
         torch.testing.assert_close(output.double(), expected.view(world_size, n)[rank], **tolerance)
@@ -239,7 +289,9 @@ def reduce_random(dtype: torch.dtype, rounding: str, block_size: int) -> None:
         quantized_all_reduce(x, block_size=block_size, rounding=rounding)
         if n > 200 and rounding == "nearest":
             assert relative_l2(output, expected.view(world_size, n)[rank]) < 0.01
-            assert relative_l2(x, expected[:n]) < (0.01 if n > 10_000 else 0.012)  # quantized twice: 0.7 % * sqrt 2
+            assert relative_l2(x, expected[:n]) < (
+                0.01 if n > 10_000 else 0.012
+            )  # quantized twice: 0.7 % * sqrt 2
         everybody = [torch.empty_like(x) for _ in range(world_size)]
         dist.all_gather(everybody, x)
         assert all(torch.equal(x, other) for other in everybody)  # bit-identical
@@ -248,7 +300,11 @@ def reduce_random(dtype: torch.dtype, rounding: str, block_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "dtype, rounding, block_size",
-    [(torch.float32, "nearest", 256), (torch.bfloat16, "nearest", 256), (torch.float32, "stochastic", 64)],
+    [
+        (torch.float32, "nearest", 256),
+        (torch.bfloat16, "nearest", 256),
+        (torch.float32, "stochastic", 64),
+    ],
 )
 def test_collectives_match_fp32_for_any_size_and_all_ranks_end_with_the_same_bits(
     world_size, dtype, rounding, block_size
@@ -265,7 +321,9 @@ def test_a_sum_of_largest_values_does_not_wrap(world_size):
         output = torch.empty(1000)
         quantized_reduce_scatter(output, x)
         quantized_all_reduce(x)
-        torch.testing.assert_close(output, torch.full_like(output, 3.0 * world_size), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            output, torch.full_like(output, 3.0 * world_size), rtol=1e-6, atol=0
+        )
         torch.testing.assert_close(x, torch.full_like(x, 3.0 * world_size), rtol=1e-6, atol=0)
 
     run_ranks(world_size, reduce)
@@ -282,7 +340,9 @@ def test_one_ranks_nan_is_seen_by_all():
 
 
 def count_sent_bytes(run: Callable[[], object]) -> int:
-    """Bytes that leave this rank: of an all-to-all all but its own message, of an all-gather its input to each."""
+    """Bytes that leave this rank: of an all-to-all all but its own message, of an all-gather its
+    input to each.
+    """
     world_size, sent = dist.get_world_size(), 0
     all_to_all, all_gather = dist.all_to_all_single, comms.all_gather
 
@@ -299,7 +359,9 @@ def count_sent_bytes(run: Callable[[], object]) -> int:
     def refuse(*args, **kwargs):
         raise AssertionError("another collective")
 
-    others = {name: refuse for name in ("all_reduce", "reduce_scatter_tensor", "all_gather", "broadcast", "send")}
+    others = dict.fromkeys(
+        ("all_reduce", "reduce_scatter_tensor", "all_gather", "broadcast", "send"), refuse
+    )
     with (
         patch.object(comms, "all_gather", counting_all_gather),
         patch.object(comms, "reduce_scatter", refuse),
@@ -311,8 +373,12 @@ def count_sent_bytes(run: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("n", [64 * 256, 64 * 256 + 1, 65 * 256 - 1, 100_003])
-def test_bytes_on_the_wire_equal_the_formula_and_are_at_most_51_percent_of_bf16_and_26_of_fp32(world_size, n):
-    """A message: 4 bytes a block and 1 a value, each padded to 16; n values a rank, at least 64 blocks."""
+def test_bytes_on_the_wire_equal_the_formula_and_are_at_most_51_percent_of_bf16_and_26_of_fp32(
+    world_size, n
+):
+    """A message: 4 bytes a block and 1 a value, each padded to 16; n values a rank, at least 64
+    blocks.
+    """
 
     def reduce():
         x, output = torch.randn(world_size * n), torch.empty(n)
@@ -325,17 +391,25 @@ def test_bytes_on_the_wire_equal_the_formula_and_are_at_most_51_percent_of_bf16_
     for scattered, reduced in run_ranks(world_size, reduce):
         assert scattered == (world_size - 1) * message
         assert reduced == 2 * (world_size - 1) * message
-        assert scattered <= 0.51 * (world_size - 1) * 2 * n and scattered <= 0.26 * (world_size - 1) * 4 * n
+        assert (
+            scattered <= 0.51 * (world_size - 1) * 2 * n
+            and scattered <= 0.26 * (world_size - 1) * 4 * n
+        )
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_with_error_feedback_the_sum_of_many_equal_reductions_is_exact(world_size):
-    """Equal values are always rounded the same way: without feedback 200 errors add up, with it one remains."""
+    """Equal values are always rounded the same way: without feedback 200 errors add up, with it one
+    remains.
+    """
 
     def reduce():
         g = torch.randn(1001, generator=torch.Generator().manual_seed(dist.get_rank()))
         expected = torch.stack(
-            [torch.randn(1001, generator=torch.Generator().manual_seed(source)) for source in range(world_size)]
+            [
+                torch.randn(1001, generator=torch.Generator().manual_seed(source))
+                for source in range(world_size)
+            ]
         ).sum(0)
         residual = torch.zeros(1001)
         plain_total, total = torch.zeros(1001), torch.zeros(1001)
@@ -404,7 +478,9 @@ class Model(nn.Module):
         return self.head(x).clone()  # FSDP2 warns of views
 
 
-def sharded_model(mesh_shape: tuple[int, ...], reduction: str, policy: MixedPrecisionPolicy | None = None) -> Model:
+def sharded_model(
+    mesh_shape: tuple[int, ...], reduction: str, policy: MixedPrecisionPolicy | None = None
+) -> Model:
     torch.manual_seed(0)
     model = Model()
     names = ("shard",) if len(mesh_shape) == 1 else ("replicate", "shard")
@@ -435,18 +511,33 @@ def flat(grads: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2), (2, 1), (1, 2)], ids=str)
 def test_gradients_of_fsdp2_keep_norm_and_direction(mesh_shape):
-    """As a mean by AVG, as a mean by forced sums, as a sum; reduced each micro-batch, or accumulated first."""
+    """As a mean by AVG, as a mean by forced sums, as a sum; reduced each micro-batch, or
+    accumulated first.
+    """
 
     def compare():
         figures = []
         for reduction in ("mean", "mean, forced sums", "sum"):
-            plain_model, model = sharded_model(mesh_shape, reduction), sharded_model(mesh_shape, reduction)
+            plain_model, model = (
+                sharded_model(mesh_shape, reduction),
+                sharded_model(mesh_shape, reduction),
+            )
             quantize_gradients(model)
             for accumulate in (False, True):
-                plain, quantized = flat(gradients(plain_model, accumulate)), flat(gradients(model, accumulate))
+                plain, quantized = (
+                    flat(gradients(plain_model, accumulate)),
+                    flat(gradients(model, accumulate)),
+                )
                 assert not torch.equal(quantized, plain)
                 ratio = (quantized.norm() / plain.norm()).item()
-                figures.append((reduction, accumulate, ratio, F.cosine_similarity(quantized, plain, dim=0).item()))
+                figures.append(
+                    (
+                        reduction,
+                        accumulate,
+                        ratio,
+                        F.cosine_similarity(quantized, plain, dim=0).item(),
+                    )
+                )
         return figures
 
     for figures in run_ranks(math.prod(mesh_shape), compare):
@@ -462,7 +553,9 @@ def test_gradients_reduced_in_bf16_keep_norm_and_direction():
         model = sharded_model((2,), "sum", policy)
         quantize_gradients(model)
         quantized = flat(gradients(model, accumulate=False))
-        return (quantized.norm() / plain.norm()).item(), F.cosine_similarity(quantized, plain, dim=0).item()
+        return (quantized.norm() / plain.norm()).item(), F.cosine_similarity(
+            quantized, plain, dim=0
+        ).item()
 
     for ratio, cosine in run_ranks(2, compare):
         assert 0.98 < ratio < 1.02
@@ -473,7 +566,9 @@ def test_between_forward_and_backward_fsdp2_keeps_its_shards_as_before():
     def compare():
         model = sharded_model((2, 2), "sum")
         quantize_gradients(model)
-        states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+        states = [
+            module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)
+        ]
         return [state._fsdp_param_group._use_post_forward_mesh for state in states]
 
     assert run_ranks(4, compare) == [[False] * 3] * 4
@@ -496,7 +591,9 @@ def test_replicas_end_with_the_same_bits():
 
 
 def train(mesh_shape: tuple[int, ...], num_steps: int, **options) -> list[float]:
-    """Loss over the fixed batches of all ranks at the start and at the end. Without options: FSDP2's own path."""
+    """Loss over the fixed batches of all ranks at the start and at the end. Without options:
+    FSDP2's own path.
+    """
     model = sharded_model(mesh_shape, "mean")
     if options:
         quantize_gradients(model, **options)
@@ -563,7 +660,10 @@ def test_excluded_parameters_are_reduced_as_without_quantization(mesh_shape, red
         model = sharded_model(mesh_shape, reduction)
         quantize_gradients(model, exclude=["*norm*", "embed*", "head*"])
         quantized = gradients(model, accumulate=False)
-        return {name: ((quantized[name] - x).abs().max() / x.abs().max()).item() for name, x in plain.items()}
+        return {
+            name: ((quantized[name] - x).abs().max() / x.abs().max()).item()
+            for name, x in plain.items()
+        }
 
     for differences in run_ranks(math.prod(mesh_shape), compare):
         for name, difference in differences.items():
@@ -585,7 +685,9 @@ def test_frozen_parameters_beside_excluded_ones_have_no_place_in_the_reduction()
                 quantize_gradients(model, exclude=exclude)
             tokens = torch.arange(30).view(5, 6) + dist.get_rank()
             model(tokens).logsumexp(-1).mean().backward()
-            results.append({n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None})
+            results.append(
+                {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+            )
         plain, quantized = results
         assert plain.keys() == quantized.keys() and "layers.0.up.weight" not in plain
         return relative_l2(flat(quantized), flat(plain))

@@ -32,7 +32,9 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def make_tokenizer():
-    """A word-level tokenizer that puts BOS before plain text, as Llama's does; its template begins with BOS as well."""
+    """A word-level tokenizer that puts BOS before plain text, as Llama's does; its template begins
+    with BOS as well.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -43,14 +45,20 @@ def make_tokenizer():
         "<user>",
         "<system>",
         "<assistant>",
-        *"what is one plus two be brief think".split(),
+        *["what", "is", "one", "plus", "two", "be", "brief", "think"],
     ]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
 
     def make(chat_template=TEMPLATE):
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=inner, bos_token="<s>", eos_token="</s>"
+        )
         tokenizer.chat_template = chat_template
         return tokenizer
 
@@ -71,15 +79,21 @@ QUESTION = "what is one plus two"
 
 def test_gsm8k_rows_give_the_number_behind_the_hashes(make_tokenizer, tmp_path):
     rows = [{"question": QUESTION, "answer": "1 + 2 = <<1+2=3>>3\n#### 3,000 "}]
-    ((prompt,),) = load_prompts([write(tmp_path / "a.jsonl", rows)], make_tokenizer(None), DataConfig())
+    ((prompt,),) = load_prompts(
+        [write(tmp_path / "a.jsonl", rows)], make_tokenizer(None), DataConfig()
+    )
     assert (prompt.text, prompt.answer, prompt.columns) == (QUESTION, "3,000", {})
     assert prompt.source.endswith("a.jsonl")
 
 
 @pytest.mark.parametrize("column", ["answer", "ground_truth", "solution", "target", "label"])
-def test_trl_rows_have_a_prompt_and_an_answer_column_and_other_columns_travel_along(make_tokenizer, tmp_path, column):
+def test_trl_rows_have_a_prompt_and_an_answer_column_and_other_columns_travel_along(
+    make_tokenizer, tmp_path, column
+):
     rows = [{"prompt": QUESTION, column: 3, "question": "kept", "level": [1, "hard"]}]
-    ((prompt,),) = load_prompts([write(tmp_path / "a.jsonl", rows)], make_tokenizer(None), DataConfig())
+    ((prompt,),) = load_prompts(
+        [write(tmp_path / "a.jsonl", rows)], make_tokenizer(None), DataConfig()
+    )
     assert (prompt.text, prompt.answer) == (QUESTION, "3")
     assert prompt.columns == {"question": "kept", "level": [1, "hard"]}
 
@@ -88,22 +102,34 @@ def test_verl_rows_have_chat_messages_and_a_ground_truth(make_tokenizer, tmp_pat
     tokenizer = make_tokenizer()
     reward_model = {"style": "rule", "ground_truth": "3"}
     rows = [
-        {"prompt": [{"role": "user", "content": QUESTION}], "reward_model": reward_model, "answer": "long solution"}
+        {
+            "prompt": [{"role": "user", "content": QUESTION}],
+            "reward_model": reward_model,
+            "answer": "long solution",
+        }
     ]
     ((prompt,),) = load_prompts([write(tmp_path / "a.jsonl", rows)], tokenizer, DataConfig())
-    assert prompt.answer == "3" and prompt.columns == {"reward_model": reward_model, "answer": "long solution"}
+    assert prompt.answer == "3" and prompt.columns == {
+        "reward_model": reward_model,
+        "answer": "long solution",
+    }
     assert words(prompt, tokenizer) == f"<s> <user> {QUESTION} <assistant>"
 
 
 def test_rows_without_an_answer_are_for_reward_functions_that_read_other_columns(make_tokenizer):
-    (prompt,) = to_prompts([{"prompt": QUESTION, "tests": "assert f(1)"}], make_tokenizer(None), DataConfig(), "x")
+    (prompt,) = to_prompts(
+        [{"prompt": QUESTION, "tests": "assert f(1)"}], make_tokenizer(None), DataConfig(), "x"
+    )
     assert prompt.answer == "" and prompt.columns == {"tests": "assert f(1)"}
 
 
 def test_bos_comes_once_from_the_template_or_from_the_tokenizer(make_tokenizer):
     """vllm#16853, open-r1#462: the template's text has BOS, and tokenizing it adds another."""
     rows = [{"prompt": QUESTION, "answer": "3"}]
-    for template, expected in ((TEMPLATE, f"<s> <user> {QUESTION} <assistant>"), (None, f"<s> {QUESTION}")):
+    for template, expected in (
+        (TEMPLATE, f"<s> <user> {QUESTION} <assistant>"),
+        (None, f"<s> {QUESTION}"),
+    ):
         tokenizer = make_tokenizer(template)
         (prompt,) = to_prompts(rows, tokenizer, DataConfig(), "x")
         assert words(prompt, tokenizer) == expected
@@ -111,7 +137,10 @@ def test_bos_comes_once_from_the_template_or_from_the_tokenizer(make_tokenizer):
 
 
 def test_text_and_chat_messages_of_a_user_are_the_same_prompt(make_tokenizer):
-    rows = [{"prompt": QUESTION, "answer": "3"}, {"prompt": [{"role": "user", "content": QUESTION}], "answer": "3"}]
+    rows = [
+        {"prompt": QUESTION, "answer": "3"},
+        {"prompt": [{"role": "user", "content": QUESTION}], "answer": "3"},
+    ]
     for template in (TEMPLATE, None):
         first, second = to_prompts(rows, make_tokenizer(template), DataConfig(), "x")
         assert first == second
@@ -123,7 +152,9 @@ def test_the_system_prompt_takes_the_place_of_the_datas_own(make_tokenizer):
     rows = [{"prompt": QUESTION, "answer": "3"}, {"prompt": chat, "answer": "3"}]
     for prompt in to_prompts(rows, tokenizer, DataConfig(system_prompt="be brief"), "x"):
         assert words(prompt, tokenizer) == f"<s> <system> be brief <user> {QUESTION} <assistant>"
-    assert words(to_prompts(rows, tokenizer, DataConfig(), "x")[1], tokenizer).startswith("<s> <system> one <user>")
+    assert words(to_prompts(rows, tokenizer, DataConfig(), "x")[1], tokenizer).startswith(
+        "<s> <system> one <user>"
+    )
 
 
 def test_template_options_reach_the_template(make_tokenizer):
@@ -139,22 +170,30 @@ def test_template_options_reach_the_template(make_tokenizer):
 def test_what_a_chat_template_cannot_do_is_said_in_one_line(make_tokenizer):
     rows = [{"prompt": QUESTION, "answer": "3"}]
     with pytest.raises(
-        ValueError, match="^x: the model's chat template refuses a prompt .System role not supported"
+        ValueError,
+        match="^x: the model's chat template refuses a prompt .System role not supported",
     ):
         to_prompts(rows, make_tokenizer(), DataConfig(system_prompt="refused"), "x")
-    with pytest.raises(ValueError, match="^x: chat messages or a --data.system-prompt need a chat template"):
+    with pytest.raises(
+        ValueError, match="^x: chat messages or a --data.system-prompt need a chat template"
+    ):
         to_prompts(rows, make_tokenizer(None), DataConfig(system_prompt="be brief"), "x")
 
 
 LONG = [{"prompt": "one " * n, "answer": ""} for n in (3, 4000, 2, 9, 5, 1)]
 
 
-def test_prompts_over_the_limit_are_dropped_and_counted_or_refused_before_anything_runs(make_tokenizer, capsys):
+def test_prompts_over_the_limit_are_dropped_and_counted_or_refused_before_anything_runs(
+    make_tokenizer, capsys
+):
     """trl#3180, trl#3569: a crash hours later, or a prompt that was cut in silence."""
     tokenizer = make_tokenizer()  # three more tokens: BOS, user, assistant
     prompts = to_prompts(LONG, tokenizer, DataConfig(max_prompt_tokens=8), "x")
     assert [len(p.prompt_ids) for p in prompts] == [6, 5, 8, 4]
-    assert capsys.readouterr().out == "data: x: 2 of 6 prompts exceed --data.max-prompt-tokens 8 and are dropped\n"
+    assert (
+        capsys.readouterr().out
+        == "data: x: 2 of 6 prompts exceed --data.max-prompt-tokens 8 and are dropped\n"
+    )
     refused = "^x: 2 of 6 prompts exceed --data.max-prompt-tokens 8; the longest has 4003 tokens: raise the limit"
     with pytest.raises(ValueError, match=f"{refused} or use --data.long-prompts drop$"):
         to_prompts(LONG, tokenizer, DataConfig(max_prompt_tokens=8, long_prompts="refuse"), "x")
@@ -180,7 +219,10 @@ def test_an_empty_prompt_is_refused(make_tokenizer):
         (None, "no such file"),
         ("", "is empty; it needs at least one row"),
         ("\n \n", "is empty; it needs at least one row"),
-        ('{"prompt": "a", "answer": "b"}\n{"prompt": ', "line 2: is not JSON .*each line must be one object"),
+        (
+            '{"prompt": "a", "answer": "b"}\n{"prompt": ',
+            "line 2: is not JSON .*each line must be one object",
+        ),
         ('["a"]', "line 1: is not a JSON object"),
         ('{"text": "a"}', r"has columns \['text'\]; needs `prompt` or `question`"),
         ('{"prompt": "a"}', r"has columns \['prompt'\]; needs .* answer, ground_truth, solution"),
@@ -190,7 +232,9 @@ def test_an_empty_prompt_is_refused(make_tokenizer):
         ('{"prompt": null, "answer": "b"}', "text or chat messages"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named_with_the_reason(make_tokenizer, tmp_path, content, message):
+def test_a_file_that_cannot_be_used_is_named_with_the_reason(
+    make_tokenizer, tmp_path, content, message
+):
     file = tmp_path / "a.jsonl"
     if content is not None:
         file.write_text(content)
@@ -202,17 +246,25 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(make_tokenizer, tmp
 def test_a_column_that_a_reward_function_wants_and_a_data_set_lacks_is_named():
     with_level = [Prompt([1], "a", "b", "x", {}), Prompt([1], "a", "b", "x", {"level": 3})]
     without = [Prompt([1], "a", "b", "y", {"kind": 1})]
-    unanswered = [Prompt([1], "a", "", "z", {"output": "b"})]    # with math and exact each reward would be 0
-    with pytest.raises(ValueError, match="math: wants answer, which is no column; z has output, prompt, resp"):
+    unanswered = [
+        Prompt([1], "a", "", "z", {"output": "b"})
+    ]  # with math and exact each reward would be 0
+    with pytest.raises(
+        ValueError, match="math: wants answer, which is no column; z has output, prompt, resp"
+    ):
         require_columns([without, unanswered], {"math": ["response", "answer"]})
     require_columns([with_level], {"f.py:f": ["response", "level"], "g": []})
     require_columns([without], {"math": ["response", "answer", "prompt", "truncated"]})
-    message = "f.py:f: wants level, which is no column; y has answer, kind, prompt, response, truncated"
+    message = (
+        "f.py:f: wants level, which is no column; y has answer, kind, prompt, response, truncated"
+    )
     with pytest.raises(ValueError, match=f"^--reward.functions {message}$"):
         require_columns([with_level, without], {"f.py:f": ["response", "level"]})
 
 
-def test_prompts_know_their_data_set_by_the_files_name_where_that_tells_it_apart(make_tokenizer, tmp_path):
+def test_prompts_know_their_data_set_by_the_files_name_where_that_tells_it_apart(
+    make_tokenizer, tmp_path
+):
     files = []
     for name in ("one/a.jsonl", "one/b.jsonl", "two/a.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -231,7 +283,11 @@ def test_parquet_files_hold_the_same_rows(make_tokenizer, tmp_path):
     write(tmp_path / "a.jsonl", rows)
     files = [str(tmp_path / name) for name in ("a.parquet", "a.jsonl")]
     (first,), (second,) = load_prompts(files, make_tokenizer(), DataConfig())
-    assert (first.prompt_ids, first.answer, first.columns) == (second.prompt_ids, second.answer, second.columns)
+    assert (first.prompt_ids, first.answer, first.columns) == (
+        second.prompt_ids,
+        second.answer,
+        second.columns,
+    )
 
 
 def test_hub_names_may_have_a_subset_and_problems_are_errors_of_the_setting(monkeypatch):
@@ -262,13 +318,17 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         (str(tmp_path / "a.parquet"), "pyarrow"),
         ("reasoning_gym:leg_counting:5", "reasoning-gym"),
     ):
-        with pytest.raises(ValueError, match=f"needs {package}; install it with: pip install {package}"):
+        with pytest.raises(
+            ValueError, match=f"needs {package}; install it with: pip install {package}"
+        ):
             read_rows(source, "train")
 
 
 def test_reasoning_gym_problems_bring_the_entry_that_their_verifier_needs(make_tokenizer):
     gym = pytest.importorskip("reasoning_gym")
-    ((*prompts,),) = load_prompts(["reasoning_gym:leg_counting:5"], make_tokenizer(None), DataConfig())
+    ((*prompts,),) = load_prompts(
+        ["reasoning_gym:leg_counting:5"], make_tokenizer(None), DataConfig()
+    )
     assert len(prompts) == 5 and len({p.text for p in prompts}) == 5
     for prompt in prompts:
         entry, name = prompt.columns["entry"], prompt.columns["reasoning_gym"]
@@ -313,7 +373,9 @@ def test_each_epoch_takes_every_prompt_once_in_another_order():
     (order,) = texts(PromptStream([prompts_of("a", 50)], 150), 1)
     epochs = [order[:50], order[50:100], order[100:]]
     assert all(sorted(epoch) == sorted(f"a{i}" for i in range(50)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3 and epochs[0] != [f"a{i}" for i in range(50)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3 and epochs[0] != [
+        f"a{i}" for i in range(50)
+    ]
 
 
 def test_the_order_follows_from_the_seed_whatever_its_size_and_is_the_same_on_every_rank():
@@ -335,13 +397,17 @@ def test_a_batch_larger_than_the_data_goes_on_with_the_next_epoch():
 def test_each_prompt_comes_from_the_data_set_that_is_furthest_behind_its_share():
     stream = PromptStream([prompts_of("a", 100), prompts_of("b", 100)], 8, weights=(3.0, 1.0))
     assert ["".join(text[0] for text in batch) for batch in texts(stream, 2)] == ["aabaaaba"] * 2
-    stream = PromptStream([prompts_of("a", 90), prompts_of("b", 10)], 20)  # without weights: by size
+    stream = PromptStream(
+        [prompts_of("a", 90), prompts_of("b", 10)], 20
+    )  # without weights: by size
     assert Counter(text[0] for batch in texts(stream, 5) for text in batch) == {"a": 90, "b": 10}
 
 
 @pytest.mark.parametrize("stop_after", range(0, 12, 3))
 def test_a_stream_that_was_saved_and_loaded_goes_on_as_if_nothing_had_been(stop_after):
-    """prime-rl#3164, NeMo-RL#3599: from the first prompt again, or behind what had been prefetched; tunix#2288."""
+    """prime-rl#3164, NeMo-RL#3599: from the first prompt again, or behind what had been prefetched;
+    tunix#2288.
+    """
 
     def stream():
         return PromptStream([prompts_of("a", 7), prompts_of("b", 5)], 4, weights=(2.0, 1.0), seed=3)
@@ -372,9 +438,13 @@ def test_a_stream_refuses_the_state_of_another_order():
         PromptStream([prompts_of("a", 7)], 4, seed=4),
         PromptStream([prompts_of("a", 7)], 4, seed=3, weights=(0.5,)),
     ):
-        with pytest.raises(ValueError, match="resume with the same --data, --data.weights and --seed"):
+        with pytest.raises(
+            ValueError, match="resume with the same --data, --data.weights and --seed"
+        ):
             other.load_state_dict(state)
-    PromptStream([prompts_of("a", 7)], 5, seed=3).load_state_dict(state)  # another batch size is another matter
+    PromptStream([prompts_of("a", 7)], 5, seed=3).load_state_dict(
+        state
+    )  # another batch size is another matter
 
 
 def test_all_ids_that_end_a_response_are_found(tmp_path):
@@ -388,7 +458,9 @@ def test_all_ids_that_end_a_response_are_found(tmp_path):
 
 
 def test_sampling_seeds_follow_from_the_place_alone_and_differ_between_places():
-    places = [(seed, step, attempt) for seed in range(3) for step in range(20) for attempt in range(3)]
+    places = [
+        (seed, step, attempt) for seed in range(3) for step in range(20) for attempt in range(3)
+    ]
     seeds = [sampling_seed(*place) for place in places]
     assert len(set(seeds)) == len(places) and all(0 <= seed < 2**31 for seed in seeds)
     assert seeds == [sampling_seed(*place) for place in places]

@@ -1,4 +1,6 @@
-"""What exchange.py promises, on real gloo groups: order, ragged and empty loads, lifetimes, errors, no segment left."""
+"""What exchange.py promises, on real gloo groups: order, ragged and empty loads, lifetimes, errors,
+no segment left.
+"""
 
 import mmap
 import os
@@ -11,11 +13,11 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import Tensor
 
 import exchange as exchange_module
 from exchange import exchange
-from ranks import run_ranks
 
 DTYPES = {
     "tokens": torch.int64,
@@ -27,10 +29,14 @@ DTYPES = {
 
 
 def random_sequence(generator: torch.Generator) -> dict[str, Tensor]:
-    """Five fields of five dtypes and five lengths from 0 to 40; values of 1 to 8 bytes, so that padding matters."""
+    """Five fields of five dtypes and five lengths from 0 to 40; values of 1 to 8 bytes, so that
+    padding matters.
+    """
     lengths = torch.randint(0, 41, (5,), generator=generator).tolist()
     return {
-        name: torch.randint(0, 256, (length * dtype.itemsize,), generator=generator).to(torch.uint8).view(dtype)
+        name: torch.randint(0, 256, (length * dtype.itemsize,), generator=generator)
+        .to(torch.uint8)
+        .view(dtype)
         if dtype != torch.bool
         else torch.rand(length, generator=generator) > 0.5
         for (name, dtype), length in zip(DTYPES.items(), lengths)
@@ -44,11 +50,17 @@ def assert_same(received: list[dict[str, Tensor]], expected: list[dict[str, Tens
         assert a.keys() == b.keys()
         for name in a:
             assert a[name].dtype == b[name].dtype and a[name].shape == b[name].shape
-            assert torch.equal(a[name].contiguous().view(torch.uint8), b[name].contiguous().view(torch.uint8))
+            assert torch.equal(
+                a[name].contiguous().view(torch.uint8), b[name].contiguous().view(torch.uint8)
+            )
 
 
-def compare_with_pickled_objects(num_sequences: tuple[int, ...], receivers: str, one_host: bool) -> None:
-    """Exchanges random sequences three times and compares with all_gather_object, the slow reference."""
+def compare_with_pickled_objects(
+    num_sequences: tuple[int, ...], receivers: str, one_host: bool
+) -> None:
+    """Exchanges random sequences three times and compares with all_gather_object, the slow
+    reference.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if not one_host:
         exchange_module._host_key = lambda: rank % 2
@@ -62,7 +74,9 @@ def compare_with_pickled_objects(num_sequences: tuple[int, ...], receivers: str,
         }[receivers]
         everything = [None] * world_size
         dist.all_gather_object(everything, (sequences, destination))
-        expected = [s for sent, to in everything for s, receiver in zip(sent, to) if receiver == rank]
+        expected = [
+            s for sent, to in everything for s, receiver in zip(sent, to) if receiver == rank
+        ]
         assert_same(exchange(sequences, destination), expected)
 
 
@@ -70,16 +84,26 @@ def compare_with_pickled_objects(num_sequences: tuple[int, ...], receivers: str,
 @pytest.mark.parametrize(
     "num_sequences, receivers",
     [((7, 12), "random"), ((5, 0, 9), "random"), ((3, 8, 1, 20), "random")]
-    + [((0, 0), "random"), ((30, 0), "last"), ((0, 30), "last"), ((4, 6), "self"), ((6, 6, 6), "last")],
+    + [
+        ((0, 0), "random"),
+        ((30, 0), "last"),
+        ((0, 30), "last"),
+        ((4, 6), "self"),
+        ((6, 6, 6), "last"),
+    ],
 )
-def test_received_sequences_are_ordered_by_source_rank_then_position(num_sequences, receivers, one_host):
+def test_received_sequences_are_ordered_by_source_rank_then_position(
+    num_sequences, receivers, one_host
+):
     """Ragged, empty and one-sided loads; some ranks have no sequence and so do not know the fields."""
     run_ranks(len(num_sequences), compare_with_pickled_objects, num_sequences, receivers, one_host)
 
 
 def test_a_sequence_of_zero_tokens_arrives():
     def swap():
-        received = exchange([{"tokens": torch.zeros(0, dtype=torch.int64)}] * 2, [1 - dist.get_rank()] * 2)
+        received = exchange(
+            [{"tokens": torch.zeros(0, dtype=torch.int64)}] * 2, [1 - dist.get_rank()] * 2
+        )
         return [s["tokens"].tolist() for s in received]
 
     assert run_ranks(2, swap) == [[[], []], [[], []]]
@@ -117,12 +141,16 @@ def test_the_payload_is_never_pickled():
     def swap():
         refuse = Mock(side_effect=AssertionError("pickled"))
         with (
-            patch.multiple(pickle, dump=refuse, dumps=refuse, Pickler=refuse, load=refuse, loads=refuse),
+            patch.multiple(
+                pickle, dump=refuse, dumps=refuse, Pickler=refuse, load=refuse, loads=refuse
+            ),
             patch.multiple(dist.distributed_c10d, _pickler=refuse, _unpickler=refuse),
         ):
             with pytest.raises(AssertionError, match="pickled"):
                 dist.all_gather_object([None, None], "the patch works")
-            return len(exchange([{"tokens": torch.arange(100)}], [1 - dist.get_rank()])[0]["tokens"])
+            return len(
+                exchange([{"tokens": torch.arange(100)}], [1 - dist.get_rank()])[0]["tokens"]
+            )
 
     assert run_ranks(2, swap) == [100, 100]
 
@@ -132,13 +160,18 @@ def test_received_tensors_keep_their_values_through_later_exchanges_and_writes_b
         rank, world_size = dist.get_rank(), dist.get_world_size()
 
         def step(value: int) -> list[dict[str, Tensor]]:
-            return exchange([{"x": torch.full((50,), value)} for _ in range(world_size)], list(range(world_size)))
+            return exchange(
+                [{"x": torch.full((50,), value)} for _ in range(world_size)],
+                list(range(world_size)),
+            )
 
         held = step(10 + rank)
         for value in range(20, 30):
             step(value)
         dist.barrier()
-        assert [s["x"].tolist() for s in held] == [[10 + source] * 50 for source in range(world_size)]
+        assert [s["x"].tolist() for s in held] == [
+            [10 + source] * 50 for source in range(world_size)
+        ]
         for s in held:
             s["x"].fill_(rank)
         dist.barrier()
@@ -150,7 +183,9 @@ def test_received_tensors_keep_their_values_through_later_exchanges_and_writes_b
 def test_the_segment_is_written_again_only_when_no_rank_holds_a_tensor_of_it():
     def swap():
         def step(holder: int) -> tuple[mmap.mmap, list]:
-            received = exchange([{"x": torch.arange(9)}, {"x": torch.arange(5)}], [1 - dist.get_rank()] * 2)
+            received = exchange(
+                [{"x": torch.arange(9)}, {"x": torch.arange(5)}], [1 - dist.get_rank()] * 2
+            )
             held = [received[1]["x"][2:3]] if dist.get_rank() == holder else []
             return exchange_module._segments[dist.group.WORLD][0], held
 
@@ -206,12 +241,16 @@ def test_ranks_with_different_fields_are_all_told():
 
 def test_a_segment_that_does_not_fit_says_on_all_ranks_how_much_room_there_is_and_the_next_one_works():
     shm = os.statvfs("/dev/shm")
-    too_many = shm.f_blocks * shm.f_frsize // 8 + 1  # int64 values: more than /dev/shm could ever hold
+    too_many = (
+        shm.f_blocks * shm.f_frsize // 8 + 1
+    )  # int64 values: more than /dev/shm could ever hold
 
     def swap():
         peer = 1 - dist.get_rank()
         x = torch.zeros(1, dtype=torch.int64).expand(too_many if dist.get_rank() == 0 else 1)
-        with pytest.raises(ValueError, match=r"needs [\d,.]+ MB and /dev/shm has room for [\d,.]+ MB: enlarge it"):
+        with pytest.raises(
+            ValueError, match=r"needs [\d,.]+ MB and /dev/shm has room for [\d,.]+ MB: enlarge it"
+        ):
             exchange([{"x": x}], [peer])
         return exchange([{"x": torch.tensor([5 + peer])}], [peer])[0]["x"].item()
 
@@ -221,7 +260,9 @@ def test_a_segment_that_does_not_fit_says_on_all_ranks_how_much_room_there_is_an
 @pytest.mark.parametrize("moment", ["made", "written"])
 @pytest.mark.parametrize("ending", ["normal", "exception", "sigkill"])
 def test_no_segment_is_left_after_a_normal_end_an_exception_or_sigkill(ending, moment):
-    """The failing rank has just made a segment of 256 MB, or is half way through its message. A foreign file stays."""
+    """The failing rank has just made a segment of 256 MB, or is half way through its message. A
+    foreign file stays.
+    """
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         foreign = Path(directory) / "of_another_job"
         foreign.write_text("keep")
@@ -249,12 +290,16 @@ def test_no_segment_is_left_after_a_normal_end_an_exception_or_sigkill(ending, m
                 dist.broadcast = broadcast_and_end
             else:
                 exchange_module._write = write_half_and_end
-            exchange([{"x": torch.zeros(1, dtype=torch.int64).expand(1 << 24)}], [1 - dist.get_rank()])
+            exchange(
+                [{"x": torch.zeros(1, dtype=torch.int64).expand(1 << 24)}], [1 - dist.get_rank()]
+            )
 
         if ending == "normal":
             run_ranks(2, swap)
         else:
-            with pytest.raises(RuntimeError, match="in the middle" if ending == "exception" else "signal 9"):
+            with pytest.raises(
+                RuntimeError, match="in the middle" if ending == "exception" else "signal 9"
+            ):
                 run_ranks(2, swap)
         assert os.listdir(directory) == ["of_another_job"] and foreign.read_text() == "keep"
         room = os.statvfs(directory).f_bfree * os.statvfs(directory).f_frsize

@@ -1,7 +1,8 @@
-"""The trainer: the update does not depend on the layout, each option does what it says, bad input is refused early."""
+"""The trainer: the update does not depend on the layout, each option does what it says, bad input
+is refused early.
+"""
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -17,12 +18,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import TEMPERATURE, Scripted, joined, largest_difference, records, samples, settings, train, weights
+from jobs import (
+    TEMPERATURE,
+    Scripted,
+    joined,
+    largest_difference,
+    records,
+    samples,
+    settings,
+    train,
+    weights,
+)
 from lab import lab
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import save_tiny
-from torch.distributed.device_mesh import init_device_mesh
 
 import grpo
 from attention import use_packed_attention
@@ -32,7 +42,6 @@ from exchange import exchange
 from model import load_policy, optimizer_step
 from packing import BatchConfig, lay_out, sequence
 from reshard import sync_weights
-from rewards import Scorer
 from rollout import HfEngine, Rollout, RolloutConfig, VllmEngine
 
 ROOT = Path(grpo.__file__).parent
@@ -43,24 +52,33 @@ LENGTHS = [1, 2, 4, 8, 16, 32, 64, 128]
 
 @pytest.fixture(scope="session")
 def batch():
-    """8 samples: prompts of 1 to 3 tokens, responses of 1 to 128, advantages, and the sampler's log-probabilities."""
+    """8 samples: prompts of 1 to 3 tokens, responses of 1 to 128, advantages, and the sampler's
+    log-probabilities.
+    """
     draw = torch.Generator().manual_seed(0)
     made = []
     for i, length in enumerate(LENGTHS):
         prompt, response = (torch.randint(2, 14, (n,), generator=draw) for n in (1 + i % 3, length))
         advantage = torch.randn((), generator=draw).item()
         rollout_logprobs = -2.6 + 0.5 * torch.randn(length, generator=draw)
-        made.append(sequence(prompt, response, advantages=advantage, rollout_logprobs=rollout_logprobs))
+        made.append(
+            sequence(prompt, response, advantages=advantage, rollout_logprobs=rollout_logprobs)
+        )
     return made
 
 
 def loss_settings(normalize):
-    loss, rollout = dict(normalize=normalize), dict(temperature=TEMPERATURE, max_response_tokens=128)
+    loss, rollout = (
+        dict(normalize=normalize),
+        dict(temperature=TEMPERATURE, max_response_tokens=128),
+    )
     return from_json(grpo.Args(), dict(loss=loss, rollout=rollout, batch=dict(tokens_per_row=640)))
 
 
 def reference_gradient(path, batch, normalize):
-    """Of the loss as it is written in papers: a plain model, a sequence at a time, no mask, no rows."""
+    """Of the loss as it is written in papers: a plain model, a sequence at a time, no mask, no
+    rows.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -73,14 +91,18 @@ def reference_gradient(path, batch, normalize):
         old = logprobs.detach()
         weight = (old - s["rollout_logprobs"][-num:]).exp().clamp(max=2.0)
         surrogate = weight * (logprobs - old).exp() * s["advantages"][-num:]
-        divisor = {"token": total, "sequence": num * len(batch), "constant": 128 * len(batch)}[normalize]
+        divisor = {"token": total, "sequence": num * len(batch), "constant": 128 * len(batch)}[
+            normalize
+        ]
         loss = loss - surrogate.sum() / divisor
     loss.backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
 def gradient(policy, args, batch, capacity, order):
-    """The full gradient of the trainer's loss over `batch`, dealt to the ranks in `order`, and rows per rank."""
+    """The full gradient of the trainer's loss over `batch`, dealt to the ranks in `order`, and rows
+    per rank.
+    """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     mine = [batch[i] for i in order[rank::world_size]]
     config = BatchConfig(tokens_per_row=capacity, num_minibatches=1)
@@ -110,15 +132,23 @@ def test_the_gradient_is_the_papers_on_any_ranks_in_any_rows_in_any_order(tmp_pa
     def job():
         policy, seen = sharded(path), []
         for normalize, reference in expected.items():
-            for capacity, order in ((131, range(8)), (160, [3, 1, 7, 0, 2, 6, 5, 4]), (640, range(7, -1, -1))):
-                found, num_rows, num_empty = gradient(policy, loss_settings(normalize), batch, capacity, order)
+            for capacity, order in (
+                (131, range(8)),
+                (160, [3, 1, 7, 0, 2, 6, 5, 4]),
+                (640, range(7, -1, -1)),
+            ):
+                found, num_rows, num_empty = gradient(
+                    policy, loss_settings(normalize), batch, capacity, order
+                )
                 seen.append((largest_difference(found, reference), num_rows, num_empty))
         return seen
 
     for world_size in (1, 2, 4):
         ranks = run_ranks(world_size, job)
         assert max(difference for seen in ranks for difference, _, _ in seen) < 1e-5
-        assert len({tuple(num_rows for _, num_rows, _ in seen) for seen in ranks}) == 1    # the same on all ranks
+        assert (
+            len({tuple(num_rows for _, num_rows, _ in seen) for seen in ranks}) == 1
+        )  # the same on all ranks
         assert max(num_rows for _, num_rows, _ in ranks[0]) > 1 or world_size > 1
 
 
@@ -132,7 +162,13 @@ def test_ranks_without_a_sequence_run_as_many_rows_and_add_nothing(tmp_path, bat
         policy, args = sharded(path), loss_settings("token")
         found, num_rows, num_empty = gradient(policy, args, few, 131, range(3))
         alone, one_row, _ = gradient(policy, args, batch[:1], 131, range(1))
-        return largest_difference(found, expected), num_rows, num_empty, one_row, largest_difference(alone, of_one)
+        return (
+            largest_difference(found, expected),
+            num_rows,
+            num_empty,
+            one_row,
+            largest_difference(alone, of_one),
+        )
 
     ranks = run_ranks(4, job)
     assert max(max(rank[0], rank[4]) for rank in ranks) < 1e-5
@@ -142,10 +178,12 @@ def test_ranks_without_a_sequence_run_as_many_rows_and_add_nothing(tmp_path, bat
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_the_gradient_of_one_token_has_the_size_that_a_hand_computes(tmp_path, world_size):
-    """modelscope/ms-swift#10117: ratios between layouts hide a factor in all of them. With a head of zeros all of the V
-    words are equally likely and no gradient goes below the head: there it is (onehot - 1/V) h / T for one token of
-    advantage 1, whose norm is |h| sqrt(1 - 1/V) / T, and |h| is sqrt(D) behind a norm of weight 1. The other
-    three sequences have no token to learn from, and the four are in four rows, or on four ranks."""
+    """modelscope/ms-swift#10117: ratios between layouts hide a factor in all of them. With a head
+    of zeros all of the V words are equally likely and no gradient goes below the head: there it is
+    (onehot - 1/V) h / T for one token of advantage 1, whose norm is |h| sqrt(1 - 1/V) / T, and |h|
+    is sqrt(D) behind a norm of weight 1. The other three sequences have no token to learn from, and
+    the four are in four rows, or on four ranks.
+    """
     from safetensors.torch import save_file
 
     path = save_tiny(tmp_path, "llama")
@@ -154,7 +192,10 @@ def test_the_gradient_of_one_token_has_the_size_that_a_hand_computes(tmp_path, w
     tensors["model.norm.weight"].fill_(1.0)
     save_file(tensors, f"{path}/model.safetensors", metadata={"format": "pt"})
     fields = dict(advantages=1.0, rollout_logprobs=-math.log(14))
-    four = [sequence(torch.tensor([3, 4]), torch.tensor([5 + i]), learn=i == 2, **fields) for i in range(4)]
+    four = [
+        sequence(torch.tensor([3, 4]), torch.tensor([5 + i]), learn=i == 2, **fields)
+        for i in range(4)
+    ]
 
     def job():
         found, num_rows, _ = gradient(sharded(path), loss_settings("token"), four, 3, range(4))
@@ -166,9 +207,11 @@ def test_the_gradient_of_one_token_has_the_size_that_a_hand_computes(tmp_path, w
 
 
 def test_weights_after_8_optimizer_steps_are_the_same_on_1_2_and_4_ranks(tiny, files, tmp_path):
-    """The whole trainer, 2 steps of 2 minibatches and 2 epochs, with responses that do not depend on the ranks, in
-    rows that hold one sequence or many. Adam makes a step of the size of the learning rate of any gradient, rounding
-    errors around 0 included, hence the small rate; and as it hides a factor, the norms are compared as well."""
+    """The whole trainer, 2 steps of 2 minibatches and 2 epochs, with responses that do not depend
+    on the ranks, in rows that hold one sequence or many. Adam makes a step of the size of the
+    learning rate of any gradient, rounding errors around 0 included, hence the small rate; and as
+    it hides a factor, the norms are compared as well.
+    """
     runs = {}
     for world_size, tokens_per_row in ((1, 512), (1, 22), (2, 64), (4, 22)):
         changes = dict(batch=dict(num_epochs=2, tokens_per_row=tokens_per_row), learning_rate=3e-4)
@@ -188,8 +231,10 @@ def test_weights_after_8_optimizer_steps_are_the_same_on_1_2_and_4_ranks(tiny, f
 
 
 def test_before_any_update_all_policies_are_one(tiny, files, tmp_path):
-    """minimind#814: the ratio was off by 1.5e-2 before the first update. The learning rate is too small to move a
-    weight, so old, current and reference policy stay the same over 2 minibatches and 2 epochs."""
+    """minimind#814: the ratio was off by 1.5e-2 before the first update. The learning rate is too
+    small to move a weight, so old, current and reference policy stay the same over 2 minibatches
+    and 2 epochs.
+    """
     changes = dict(learning_rate=1e-30, loss=dict(kl_coef=0.1), batch=dict(num_epochs=2))
     for record in records(train(settings(tiny, files, tmp_path, **changes))):
         assert record["actor/ppo_kl"] == record["actor/pg_clipfrac"] == record["actor/kl_loss"] == 0
@@ -197,8 +242,9 @@ def test_before_any_update_all_policies_are_one(tiny, files, tmp_path):
 
 
 def test_after_the_first_of_two_minibatches_the_ratio_has_moved(tiny, files, tmp_path):
-    """torchforge#571: `logprobs - logprobs.detach()` is 0 by construction, and clipping never did anything. With one
-    minibatch there is one policy; with two, the second one's ratio is not 1."""
+    """torchforge#571: `logprobs - logprobs.detach()` is 0 by construction, and clipping never did
+    anything. With one minibatch there is one policy; with two, the second one's ratio is not 1.
+    """
 
     def watched(*arguments):
         loss, stats = actor_loss(*arguments)
@@ -213,7 +259,9 @@ def test_after_the_first_of_two_minibatches_the_ratio_has_moved(tiny, files, tmp
 
 
 @pytest.mark.parametrize("num_minibatches, num_epochs", [(1, 1), (2, 1), (2, 3)])
-def test_a_step_takes_epochs_times_minibatches_optimizer_steps(tiny, files, tmp_path, num_minibatches, num_epochs):
+def test_a_step_takes_epochs_times_minibatches_optimizer_steps(
+    tiny, files, tmp_path, num_minibatches, num_epochs
+):
     """trl#3493: a guard let leftover slices be used after an update without a correction."""
     count, counted = counting(tmp_path / "count")
     batch = dict(num_minibatches=num_minibatches, num_epochs=num_epochs)
@@ -233,13 +281,21 @@ def counting(file):
 
 
 def test_the_same_seed_repeats_a_run_and_another_seed_or_step_does_not(tiny, files, tmp_path):
-    """verl#912: the user's seed never reached the engine. One prompt alone, so that only sampling can differ."""
-    one = dict(data_paths=(str(files / "1.jsonl"),), rollout=dict(ignore_eos=True), learning_rate=1e-30)
-    runs = [samples(train(settings(tiny, files, tmp_path / name, seed=seed, **one), 2))
-            for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    """verl#912: the user's seed never reached the engine. One prompt alone, so that only sampling
+    can differ.
+    """
+    one = dict(
+        data_paths=(str(files / "1.jsonl"),), rollout=dict(ignore_eos=True), learning_rate=1e-30
+    )
+    runs = [
+        samples(train(settings(tiny, files, tmp_path / name, seed=seed, **one), 2))
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    ]
     responses = [[sample["response"] for sample in run] for run in runs]
     assert responses[0] == responses[1] != responses[2]
-    assert len(set(responses[0])) == len(responses[0])    # nor do steps, prompts or ranks share samples
+    assert len(set(responses[0])) == len(
+        responses[0]
+    )  # nor do steps, prompts or ranks share samples
 
 
 # Any number of prompts
@@ -247,16 +303,21 @@ def test_the_same_seed_repeats_a_run_and_another_seed_or_step_does_not(tiny, fil
 
 @pytest.mark.parametrize("num_prompts", [3, 1])
 def test_ranks_need_not_divide_the_prompts(tiny, files, tmp_path, num_prompts):
-    """saforem2/ezpz#190: a partial batch was dropped and the run ended well with no step at all. Also a data set
-    smaller than a step's prompts."""
+    """saforem2/ezpz#190: a partial batch was dropped and the run ended well with no step at all.
+    Also a data set smaller than a step's prompts.
+    """
     batch = dict(prompts_per_step=num_prompts, num_minibatches=1)
     args = settings(tiny, files, tmp_path, batch=batch, data_paths=(str(files / "1.jsonl"),))
     assert len(records(train(args, 2))) == 2
 
 
 @pytest.mark.parametrize("num_prompts", [7, 1])
-def test_an_evaluation_is_a_mean_over_its_prompts_on_any_number_of_ranks(tiny, files, tmp_path, num_prompts):
-    """torchtitan#1618, prime-rl#2515: ranks with different numbers of batches hung, or their means were averaged."""
+def test_an_evaluation_is_a_mean_over_its_prompts_on_any_number_of_ranks(
+    tiny, files, tmp_path, num_prompts
+):
+    """torchtitan#1618, prime-rl#2515: ranks with different numbers of batches hung, or their means
+    were averaged.
+    """
     for world_size in (1, 2):
         changes = dict(eval_paths=(str(files / f"{num_prompts}.jsonl"),), eval_every=1, num_steps=1)
         args = settings(tiny, files, tmp_path / str(world_size), **changes)
@@ -269,7 +330,12 @@ def test_an_evaluation_is_a_mean_over_its_prompts_on_any_number_of_ranks(tiny, f
 def test_evaluation_reports_the_mean_and_the_best_of_k_samples(tiny, files, tmp_path):
     changes = dict(eval_paths=(str(files / "7.jsonl"),), eval_every=2, eval_samples=4, num_steps=4)
     found = records(train(settings(tiny, files, tmp_path, **changes)))
-    assert ["eval/pass@4" in record for record in found] == [True, False, True, True]    # and at the last
+    assert ["eval/pass@4" in record for record in found] == [
+        True,
+        False,
+        True,
+        True,
+    ]  # and at the last
     for record in (found[0], found[2], found[3]):
         assert 0 < record["eval/mean@4"] < record["eval/pass@4"] <= 1
         assert record["eval/reward"] == record["eval/7.jsonl/reward"]
@@ -296,15 +362,18 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_variant_trains(tiny, files, tmp_path, variant):
-    directory = train(settings(tiny, files, tmp_path, **VARIANTS[variant]), 2 if variant == "keep_gathered" else 1)
+    directory = train(
+        settings(tiny, files, tmp_path, **VARIANTS[variant]), 2 if variant == "keep_gathered" else 1
+    )
     found = records(directory)
     assert len(found) == 2 and all(record["actor/grad_norm"] > 0 for record in found)
     assert largest_difference(weights(directory), load_file(f"{tiny}/model.safetensors")) > 1e-3
 
 
 def test_advantages_are_those_of_the_variant(tiny, files, tmp_path):
-    """From samples.jsonl: each group's first advantage and reward; group means are not in it, so the sums are checked
-    by the variants' own algebra on the same scripted responses."""
+    """From samples.jsonl: each group's first advantage and reward; group means are not in it, so
+    the sums are checked by the variants' own algebra on the same scripted responses.
+    """
 
     def advantages(name, **changes):
         args = settings(tiny, files, tmp_path / name, num_steps=1, learning_rate=1e-30, **changes)
@@ -312,7 +381,7 @@ def test_advantages_are_those_of_the_variant(tiny, files, tmp_path):
 
     plain = advantages("plain", advantage=dict(scale_by_std=False))
     rloo = advantages("rloo", **VARIANTS["rloo"])
-    assert rloo == pytest.approx([4 / 3 * a for a in plain]) and any(plain)    # G / (G - 1)
+    assert rloo == pytest.approx([4 / 3 * a for a in plain]) and any(plain)  # G / (G - 1)
 
 
 def test_a_reference_holds_the_policy_back_and_a_refresh_moves_it(tiny, files, tmp_path):
@@ -332,58 +401,87 @@ def test_a_reference_holds_the_policy_back_and_a_refresh_moves_it(tiny, files, t
 def test_an_entropy_bonus_raises_entropy(tiny, files, tmp_path):
     def entropy(coef):
         changes = dict(num_steps=3, loss=dict(entropy_coef=coef), learning_rate=3e-3)
-        return records(train(settings(tiny, files, tmp_path / str(coef), **changes)))[-1]["actor/entropy"]
+        return records(train(settings(tiny, files, tmp_path / str(coef), **changes)))[-1][
+            "actor/entropy"
+        ]
 
     assert entropy(10.0) > entropy(0.0) + 0.05
 
 
 def test_a_target_kl_ends_the_step_early(tiny, files, tmp_path):
-    """The ppo_kl of the first minibatch is 0, that of the second is known after its step: then it ends."""
+    """The ppo_kl of the first minibatch is 0, that of the second is known after its step: then it
+    ends.
+    """
 
     def num_optimizer_steps(target_kl):
         changes = dict(num_steps=1, batch=dict(num_epochs=3), loss=dict(target_kl=target_kl))
         count, train_with = counting(tmp_path / f"count{target_kl}")
-        train(settings(tiny, files, tmp_path / str(target_kl), **changes), 2, optimizer_step=train_with)
+        train(
+            settings(tiny, files, tmp_path / str(target_kl), **changes),
+            2,
+            optimizer_step=train_with,
+        )
         return count()
 
-    assert num_optimizer_steps(0.0) == 2 * 6 and num_optimizer_steps(1e-9) == 2 * 2    # on two ranks
+    assert num_optimizer_steps(0.0) == 2 * 6 and num_optimizer_steps(1e-9) == 2 * 2  # on two ranks
 
 
 def groups_of(rewards, truncated):
     """Groups as sampled, with one-token responses of id 3 + sample."""
     found = []
     for p, (scores, cuts) in enumerate(zip(rewards, truncated, strict=True)):
-        rollouts = [Rollout(torch.tensor([3]), torch.tensor([3 + g]), torch.tensor([-1.0]), bool(cut))
-                    for g, cut in enumerate(cuts)]
+        rollouts = [
+            Rollout(torch.tensor([3]), torch.tensor([3 + g]), torch.tensor([-1.0]), bool(cut))
+            for g, cut in enumerate(cuts)
+        ]
         found.append(grpo.Group(p, None, rollouts, scores))
     return found
 
 
 def test_masking_truncated_responses_keeps_their_groups_statistics():
-    """open-instruct#1794: truncated samples were dropped before the rewards became groups, and advantages went to other
-    prompts; trl#6369: the loss was divided by the masked tokens too."""
+    """open-instruct#1794: truncated samples were dropped before the rewards became groups, and
+    advantages went to other prompts; trl#6369: the loss was divided by the masked tokens too.
+    """
     rewards = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
     groups = groups_of(rewards, [[0, 1, 1, 0], [1, 0, 0, 1]])
 
     def job():
-        args = from_json(grpo.Args(), dict(advantage=dict(mask_truncated=True), batch=dict(group_size=4)))
+        args = from_json(
+            grpo.Args(), dict(advantage=dict(mask_truncated=True), batch=dict(group_size=4))
+        )
         advantages = grpo.compare(args, groups)
         sequences, minibatches = grpo.to_sequences(args, groups, advantages)
-        _, [totals] = lay_out(sequences, minibatches, BatchConfig(), exchange=exchange, like=grpo.EMPTY)
-        return advantages, [(s["response_mask"].tolist(), s["advantages"][-1].item()) for s in sequences], totals
+        _, [totals] = lay_out(
+            sequences, minibatches, BatchConfig(), exchange=exchange, like=grpo.EMPTY
+        )
+        return (
+            advantages,
+            [(s["response_mask"].tolist(), s["advantages"][-1].item()) for s in sequences],
+            totals,
+        )
 
     [(advantages, found, totals)] = run_ranks(1, job)
-    assert advantages.flatten().tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5, 0.5, 0.5, 0.5, -1.5], abs=1e-4)
+    assert advantages.flatten().tolist() == pytest.approx(
+        [1.5, -0.5, -0.5, -0.5, 0.5, 0.5, 0.5, -1.5], abs=1e-4
+    )
     assert [advantage for _, advantage in found] == pytest.approx(advantages.flatten().tolist())
     assert [mask[1] for mask, _ in found] == [True, False, False, True, False, True, True, False]
     assert totals == {"tokens": 4, "sequences": 4}
 
 
 def test_a_step_with_nothing_to_learn_from_changes_no_weight(tiny, files, tmp_path):
-    """trl#3248: 0 / 0 when every response is truncated and masked. Here each is (the stop ids are ignored)."""
-    changes = dict(advantage=dict(mask_truncated=True), rollout=dict(ignore_eos=True), optim=dict(weight_decay=0.1))
+    """trl#3248: 0 / 0 when every response is truncated and masked. Here each is (the stop ids are
+    ignored).
+    """
+    changes = dict(
+        advantage=dict(mask_truncated=True),
+        rollout=dict(ignore_eos=True),
+        optim=dict(weight_decay=0.1),
+    )
     train(settings(tiny, files, tmp_path, num_steps=1, run=dict(save_every=1), **changes), 2)
-    directory = train(settings(tiny, files, tmp_path, run=dict(save_every=1, resume=True), **changes), 2)
+    directory = train(
+        settings(tiny, files, tmp_path, run=dict(save_every=1, resume=True), **changes), 2
+    )
     assert largest_difference(weights(directory), load_file(f"{tiny}/model.safetensors")) == 0
     assert len(records(directory)) == 2
     for record in records(directory):
@@ -392,39 +490,66 @@ def test_a_step_with_nothing_to_learn_from_changes_no_weight(tiny, files, tmp_pa
 
 
 def test_one_rank_with_only_masked_responses_does_not_hang_the_other(tiny, files, tmp_path):
-    """trl#5826. Scripted responses are cut for some prompts; with 2 prompts on 2 ranks and rows of one sequence."""
-    changes = dict(batch=dict(prompts_per_step=2, num_minibatches=1, tokens_per_row=22), learning_rate=1e-4)
+    """trl#5826. Scripted responses are cut for some prompts; with 2 prompts on 2 ranks and rows of
+    one sequence.
+    """
+    changes = dict(
+        batch=dict(prompts_per_step=2, num_minibatches=1, tokens_per_row=22), learning_rate=1e-4
+    )
     found = []
     for world_size in (1, 2):
-        args = settings(tiny, files, tmp_path / str(world_size), advantage=dict(mask_truncated=True), **changes)
+        args = settings(
+            tiny, files, tmp_path / str(world_size), advantage=dict(mask_truncated=True), **changes
+        )
         directory = train(args, world_size, HfEngine=Scripted)
         assert all(math.isfinite(record["actor/entropy"]) for record in records(directory))
         found.append(weights(directory))
     assert largest_difference(*found) < 1e-5
 
 
-def test_dynamic_sampling_keeps_whole_groups_with_spread_and_refills_the_step(tiny, files, tmp_path):
-    """NVIDIA-NeMo/RL#3469: groups were torn, or the batch not refilled. Prompts with an even number always get 0, the
-    others 0 or 1: only groups of the latter may be learnt from, and there are as many as a step wants."""
+def test_dynamic_sampling_keeps_whole_groups_with_spread_and_refills_the_step(
+    tiny, files, tmp_path
+):
+    """NVIDIA-NeMo/RL#3469: groups were torn, or the batch not refilled. Prompts with an even number
+    always get 0, the others 0 or 1: only groups of the latter may be learnt from, and there are as
+    many as a step wants.
+    """
     reward = dict(functions=("odd",))
     batch = dict(prompts_per_step=3, group_size=8, num_minibatches=1)
     changes = dict(resample_tries=8, reward=reward, batch=batch, num_steps=9)
     for world_size in (1, 2):
-        directory = train(settings(tiny, files, tmp_path / str(world_size), **changes), world_size, HfEngine=Scripted)
-        kept = samples(directory)    # one line for each group that is kept, of rank 0's
+        directory = train(
+            settings(tiny, files, tmp_path / str(world_size), **changes),
+            world_size,
+            HfEngine=Scripted,
+        )
+        kept = samples(directory)  # one line for each group that is kept, of rank 0's
         assert all(int(sample["prompt"].split("=")[0].split("+")[0]) % 2 for sample in kept)
-        assert world_size > 1 or [sample["step"] for sample in kept] == [step for step in range(9) for _ in range(3)]
-        assert all(0 < record["reward/frac_zero_std"] < 1 for record in records(directory))    # of all that was sampled
+        assert world_size > 1 or [sample["step"] for sample in kept] == [
+            step for step in range(9) for _ in range(3)
+        ]
+        assert all(
+            0 < record["reward/frac_zero_std"] < 1 for record in records(directory)
+        )  # of all that was sampled
 
 
-def test_a_reward_that_is_constant_for_ever_ends_the_rounds_with_a_message_and_no_update(tiny, files, tmp_path, capfd):
+def test_a_reward_that_is_constant_for_ever_ends_the_rounds_with_a_message_and_no_update(
+    tiny, files, tmp_path, capfd
+):
     """AReaL#450: the loop for a full batch never ended."""
     changes = dict(resample_tries=3, reward=dict(functions=("quarter",)), num_steps=1)
     directory = train(settings(tiny, files, tmp_path, **changes), 2)
-    assert "warning: step 1 lacks 4 groups with spread after --resample-tries 3" in capfd.readouterr().out
+    assert (
+        "warning: step 1 lacks 4 groups with spread after --resample-tries 3"
+        in capfd.readouterr().out
+    )
     assert largest_difference(weights(directory), load_file(f"{tiny}/model.safetensors")) == 0
     [record] = records(directory)
-    assert record["reward/mean"] == 0.25 and record["reward/frac_zero_std"] == 1 and "actor/grad_norm" not in record
+    assert (
+        record["reward/mean"] == 0.25
+        and record["reward/frac_zero_std"] == 1
+        and "actor/grad_norm" not in record
+    )
 
 
 def test_the_logged_reward_is_the_tasks_whatever_is_filtered_or_penalised(tiny, files, tmp_path):
@@ -432,16 +557,20 @@ def test_the_logged_reward_is_the_tasks_whatever_is_filtered_or_penalised(tiny, 
     changes = dict(advantage=dict(overlong_buffer=6), reward=dict(functions=("quarter",)))
     for record in records(train(settings(tiny, files, tmp_path, **changes))):
         assert record["reward/mean"] == 0.25 and record["reward/std"] == 0
-        assert record["actor/grad_norm"] > 0    # lengths differ, so penalties do
+        assert record["actor/grad_norm"] > 0  # lengths differ, so penalties do
 
 
 def test_several_data_sets_are_mixed_by_their_weights(tiny, files, tmp_path):
-    changes = dict(data_paths=(str(files / "16.jsonl"), str(files / "3.jsonl")), data=dict(weights=(3.0, 1.0)))
+    changes = dict(
+        data_paths=(str(files / "16.jsonl"), str(files / "3.jsonl")), data=dict(weights=(3.0, 1.0))
+    )
     directory = train(settings(tiny, files, tmp_path, num_steps=4, **changes))
     assert all(f"reward/{name}/mean" in records(directory)[0] for name in ("16.jsonl", "3.jsonl"))
-    from_second = sum(sample["prompt"] in ("00=", "0+0=") or sample["prompt"].startswith(("1+1", "2++2"))
-                      for sample in samples(directory))
-    assert 4 <= from_second <= 8    # 4 of 16, and the first set has three such prompts as well
+    from_second = sum(
+        sample["prompt"] in ("00=", "0+0=") or sample["prompt"].startswith(("1+1", "2++2"))
+        for sample in samples(directory)
+    )
+    assert 4 <= from_second <= 8  # 4 of 16, and the first set has three such prompts as well
 
 
 # Stop and go on
@@ -449,28 +578,48 @@ def test_several_data_sets_are_mixed_by_their_weights(tiny, files, tmp_path):
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_five_steps_and_five_more_are_ten(tiny, files, tmp_path, world_size):
-    """prime-rl#3164, vllm-project/speculators#1049: data, moments, seeds or the reference began again. With a refreshed
-    reference, several minibatches and a learning rate that changes; bit-equal on a CPU."""
+    """prime-rl#3164, vllm-project/speculators#1049: data, moments, seeds or the reference began
+    again. With a refreshed reference, several minibatches and a learning rate that changes;
+    bit-equal on a CPU.
+    """
     changes = dict(
-        num_steps=10, loss=dict(kl_coef=0.1), refresh_every=3, learning_rate=1e-3,
-        batch=dict(num_epochs=2), optim=dict(warmup_steps=2, decay="constant"),
+        num_steps=10,
+        loss=dict(kl_coef=0.1),
+        refresh_every=3,
+        learning_rate=1e-3,
+        batch=dict(num_epochs=2),
+        optim=dict(warmup_steps=2, decay="constant"),
     )
     whole = train(settings(tiny, files, tmp_path / "whole", **changes), world_size)
     run = dict(save_every=5)
-    train(settings(tiny, files, tmp_path / "parts", **changes | dict(num_steps=5, run=run)), world_size)
-    parts = train(settings(tiny, files, tmp_path / "parts", **changes | dict(run=run | dict(resume=True))), world_size)
+    train(
+        settings(tiny, files, tmp_path / "parts", **changes | dict(num_steps=5, run=run)),
+        world_size,
+    )
+    parts = train(
+        settings(tiny, files, tmp_path / "parts", **changes | dict(run=run | dict(resume=True))),
+        world_size,
+    )
     assert all(torch.equal(weights(parts)[name], x) for name, x in weights(whole).items())
     assert samples(parts) == samples(whole)
     for name in ("step", "actor/lr", "actor/kl_loss", "actor/grad_norm", "reward/mean"):
-        assert [record[name] for record in records(parts)] == [record[name] for record in records(whole)]
+        assert [record[name] for record in records(parts)] == [
+            record[name] for record in records(whole)
+        ]
 
 
 def test_a_run_starts_from_an_earlier_ones_settings(tiny, files, tmp_path, monkeypatch):
-    args = settings(tiny, files, tmp_path, num_steps=1, loss=dict(clip_high=0.3), data=dict(weights=(2.0,)))
+    args = settings(
+        tiny, files, tmp_path, num_steps=1, loss=dict(clip_high=0.3), data=dict(weights=(2.0,))
+    )
     file = train(args) / "config.json"
     assert parse(monkeypatch, "--config", str(file)) == args
-    assert json.loads(file.read_text())["run"]["resume"] is False    # also that of a resumed run: it starts a new one
-    changed = parse(monkeypatch, "--config", str(file), "--loss.clip-high", "0.4", "--num-steps", "7")
+    assert (
+        json.loads(file.read_text())["run"]["resume"] is False
+    )  # also that of a resumed run: it starts a new one
+    changed = parse(
+        monkeypatch, "--config", str(file), "--loss.clip-high", "0.4", "--num-steps", "7"
+    )
     assert (changed.loss.clip_high, changed.num_steps, changed.data.weights) == (0.4, 7, (2.0,))
 
 
@@ -483,8 +632,12 @@ def greedy_prompts():
 
 @pytest.fixture(scope="module")
 def trained(tiny, files, tmp_path_factory):
-    """A run of two ranks that has saved its state; its model has several stop ids, which the export must keep."""
-    return train(settings(tiny, files, tmp_path_factory.mktemp("trained"), run=dict(save_every=2)), 2)
+    """A run of two ranks that has saved its state; its model has several stop ids, which the export
+    must keep.
+    """
+    return train(
+        settings(tiny, files, tmp_path_factory.mktemp("trained"), run=dict(save_every=2)), 2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -495,26 +648,38 @@ def trainers_answers(tiny, trained):
         policy = sharded(tiny)
         state = TrainState(policy, torch.optim.AdamW(policy.parameters()))
         assert load(trained / "checkpoints", {"policy": state}) == 2
-        engine = HfEngine(tiny, RolloutConfig("hf", 12), max_prompt_tokens=16, num_samples=64, stop_ids=[1])
+        engine = HfEngine(
+            tiny, RolloutConfig("hf", 12), max_prompt_tokens=16, num_samples=64, stop_ids=[1]
+        )
         with engine.awake():
             sync_weights(policy, engine, dtype=torch.float32)
-            return [r.response_ids.tolist() for r in engine.generate(greedy_prompts(), 1, temperature=0.0)]
+            return [
+                r.response_ids.tolist()
+                for r in engine.generate(greedy_prompts(), 1, temperature=0.0)
+            ]
 
     return run_ranks(1, job)[0]
 
 
 def test_the_export_is_the_trainers_model_for_transformers(tiny, trained, trainers_answers):
-    """instructlab/training#477: fp32 was written while the config said bf16; verl#1288: no tokenizer, no
-    generation_config. A tied head is one tensor."""
+    """instructlab/training#477: fp32 was written while the config said bf16; verl#1288: no
+    tokenizer, no generation_config. A tied head is one tensor.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     directory = trained / "hf"
     tensors = load_file(directory / "model.safetensors")
     assert json.loads((directory / "config.json").read_text())["dtype"] == "float32"
     assert {x.dtype for x in tensors.values()} == {torch.float32}
-    assert tensors.keys() == load_file(f"{tiny}/model.safetensors").keys() and "lm_head.weight" not in tensors
+    assert (
+        tensors.keys() == load_file(f"{tiny}/model.safetensors").keys()
+        and "lm_head.weight" not in tensors
+    )
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    assert tokenizer.decode(tokenizer("12+34=")["input_ids"]) == "12+34=" and tokenizer.eos_token_id == 1
+    assert (
+        tokenizer.decode(tokenizer("12+34=")["input_ids"]) == "12+34="
+        and tokenizer.eos_token_id == 1
+    )
     eos_ids = {GenerationConfig.from_pretrained(place).eos_token_id for place in (directory, tiny)}
     assert eos_ids == {1}
     model = AutoModelForCausalLM.from_pretrained(directory)
@@ -522,7 +687,9 @@ def test_the_export_is_the_trainers_model_for_transformers(tiny, trained, traine
     for prompt, answer in zip(greedy_prompts(), trainers_answers, strict=True):
         ids = torch.tensor([prompt])
         mask = torch.ones_like(ids)
-        output = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=1)
+        output = model.generate(
+            ids, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=1
+        )
         assert output[0, len(prompt) :].tolist() == answer
     assert len({tuple(answer) for answer in trainers_answers}) > 8
 
@@ -534,8 +701,10 @@ def test_the_export_is_the_trainers_model_for_vllm(trained, trainers_answers):
         return VllmEngine(str(trained / "hf"), RolloutConfig(max_response_tokens=12), **sizes)
 
     def job(engine):
-        engine.state = "ready"    # no sync: what it has is what it has read
-        return [r.response_ids.tolist() for r in engine.generate(greedy_prompts(), 1, temperature=0.0)]
+        engine.state = "ready"  # no sync: what it has is what it has read
+        return [
+            r.response_ids.tolist() for r in engine.generate(greedy_prompts(), 1, temperature=0.0)
+        ]
 
     with lab(1, setup) as on_ranks:
         assert on_ranks(job) == [trainers_answers]
@@ -550,62 +719,89 @@ def parse(monkeypatch, *flags):
     return command_line(grpo.Args(), addition.SETTINGS, grpo.__doc__)
 
 
-@pytest.mark.parametrize("flags, parts", [
-    ("--group-size 1", ["--group-size 1", "at least 2", "try 8"]),
-    ("--prompts-per-step 0", ["--prompts-per-step 0", "at least 1"]),
-    ("--prompts-per-step 7", ["--prompts-per-step 7", "--num-minibatches 2", "try --prompts-per-step 8"]),
-    ("--tokens-per-row 15", ["--tokens-per-row 15", "at least 16", "--data.max-prompt-tokens"]),
-    ("--rollout.temperature 0", ["--rollout.temperature 0.0", "above 0", "try 1.0"]),
-    ("--rollout.top-p 0.9", ["--rollout.top-p 0.9", "must be 1"]),
-    ("--num-steps 0", ["--num-steps 0", "at least 1"]),
-    ("--learning-rate 0", ["--learning-rate 0.0", "above 0"]),
-    ("--loss.kl k1", ["--loss.kl", "k1", "k2", "k3"]),
-    ("--loss.clip-low 0", ["--loss.clip-low 0.0", "try 0.2"]),
-    ("--rollout.quantization fp8 --loss.importance off", ["--loss.importance off", "token"]),
-    ("--optim.max-grad-norm 0", ["--optim.max-grad-norm 0.0", "above 0"]),
-    ("--data.max-prompt-tokens 0", ["--data.max-prompt-tokens 0", "at least 1"]),
-    ("--reward.functions", ["--reward.functions", "at least one function"]),
-    ("--temperature 0.7", ["--temperature", "--rollout.temperature"]),
-    ("--eval-data x.jsonl --eval-every 0", ["--eval-data x.jsonl", "with --eval-every 20"]),
-    ("--eval-data x.jsonl", ["--eval-data x.jsonl", "with --data of your own"]),
-    ("--data x.jsonl", ["--data x.jsonl", "with a --model of your own"]),
-    ("--eval-every -1", ["--eval-every -1", "at least 0"]),
-    ("--eval-samples -1", ["--eval-samples -1", "at least 0"]),
-    ("--eval-samples 4 --eval-every 0", ["--eval-samples 4", "with --eval-every"]),
-    ("--advantage.overlong-buffer 9 --rollout.max-response-tokens 8", ["--advantage.overlong-buffer 9", "at most"]),
-    ("--group-size 1 --advantage.baseline batch --resample-tries 2", ["--resample-tries 2", "must be 1 with groups"]),
-    ("--optim.betas 0.9 1.5", ["--optim.betas 0.9 1.5", "[0, 1)", "0.98"]),
-    ("--nonsense 3", ["--nonsense"]),
-    ("--config nowhere.json", ["--config nowhere.json", "no such file"]),
-    ("--config", ["--config", "expected one argument"]),
-])
-def test_a_bad_setting_is_refused_in_a_line_with_its_value_the_rule_and_a_choice(monkeypatch, capfd, flags, parts):
+@pytest.mark.parametrize(
+    "flags, parts",
+    [
+        ("--group-size 1", ["--group-size 1", "at least 2", "try 8"]),
+        ("--prompts-per-step 0", ["--prompts-per-step 0", "at least 1"]),
+        (
+            "--prompts-per-step 7",
+            ["--prompts-per-step 7", "--num-minibatches 2", "try --prompts-per-step 8"],
+        ),
+        ("--tokens-per-row 15", ["--tokens-per-row 15", "at least 16", "--data.max-prompt-tokens"]),
+        ("--rollout.temperature 0", ["--rollout.temperature 0.0", "above 0", "try 1.0"]),
+        ("--rollout.top-p 0.9", ["--rollout.top-p 0.9", "must be 1"]),
+        ("--num-steps 0", ["--num-steps 0", "at least 1"]),
+        ("--learning-rate 0", ["--learning-rate 0.0", "above 0"]),
+        ("--loss.kl k1", ["--loss.kl", "k1", "k2", "k3"]),
+        ("--loss.clip-low 0", ["--loss.clip-low 0.0", "try 0.2"]),
+        ("--rollout.quantization fp8 --loss.importance off", ["--loss.importance off", "token"]),
+        ("--optim.max-grad-norm 0", ["--optim.max-grad-norm 0.0", "above 0"]),
+        ("--data.max-prompt-tokens 0", ["--data.max-prompt-tokens 0", "at least 1"]),
+        ("--reward.functions", ["--reward.functions", "at least one function"]),
+        ("--temperature 0.7", ["--temperature", "--rollout.temperature"]),
+        ("--eval-data x.jsonl --eval-every 0", ["--eval-data x.jsonl", "with --eval-every 20"]),
+        ("--eval-data x.jsonl", ["--eval-data x.jsonl", "with --data of your own"]),
+        ("--data x.jsonl", ["--data x.jsonl", "with a --model of your own"]),
+        ("--eval-every -1", ["--eval-every -1", "at least 0"]),
+        ("--eval-samples -1", ["--eval-samples -1", "at least 0"]),
+        ("--eval-samples 4 --eval-every 0", ["--eval-samples 4", "with --eval-every"]),
+        (
+            "--advantage.overlong-buffer 9 --rollout.max-response-tokens 8",
+            ["--advantage.overlong-buffer 9", "at most"],
+        ),
+        (
+            "--group-size 1 --advantage.baseline batch --resample-tries 2",
+            ["--resample-tries 2", "must be 1 with groups"],
+        ),
+        ("--optim.betas 0.9 1.5", ["--optim.betas 0.9 1.5", "[0, 1)", "0.98"]),
+        ("--nonsense 3", ["--nonsense"]),
+        ("--config nowhere.json", ["--config nowhere.json", "no such file"]),
+        ("--config", ["--config", "expected one argument"]),
+    ],
+)
+def test_a_bad_setting_is_refused_in_a_line_with_its_value_the_rule_and_a_choice(
+    monkeypatch, capfd, flags, parts
+):
     with pytest.raises(SystemExit) as stop:
         parse(monkeypatch, *flags.split())
     assert stop.value.code not in (0, None)
     printed = capfd.readouterr()
-    lines = [line for line in (printed.err + printed.out).splitlines() if all(part in line for part in parts)]
+    lines = [
+        line
+        for line in (printed.err + printed.out).splitlines()
+        if all(part in line for part in parts)
+    ]
     assert lines, printed.err
 
 
 def test_every_choice_that_a_message_proposes_is_accepted():
-    """huggingface/trl#2858: "7 x 1 must be divisible by 8; valid: [7]". 30 random bad settings: what the message says
-    to try is tried, until all is well."""
+    """huggingface/trl#2858: "7 x 1 must be divisible by 8; valid: [7]". 30 random bad settings:
+    what the message says to try is tried, until all is well.
+    """
     draw = random.Random(0)
     num_bad = 0
     while num_bad < 30:
         values = {
-            "--prompts-per-step": draw.choice([0, 1, 7, 12, 64]), "--num-minibatches": draw.choice([1, 2, 5]),
-            "--group-size": draw.choice([1, 2, 8]), "--tokens-per-row": draw.choice([10, 1536, 16384]),
+            "--prompts-per-step": draw.choice([0, 1, 7, 12, 64]),
+            "--num-minibatches": draw.choice([1, 2, 5]),
+            "--group-size": draw.choice([1, 2, 8]),
+            "--tokens-per-row": draw.choice([10, 1536, 16384]),
             "--rollout.max-response-tokens": draw.choice([0, 8, 1024]),
             "--data.max-prompt-tokens": draw.choice([0, 512]),
-            "--rollout.temperature": draw.choice([0.0, 1.0, 3.0]), "--rollout.top-p": draw.choice([0.9, 1.0]),
-            "--loss.clip-low": draw.choice([0.0, 0.2]), "--rollout.tensor-parallel-size": draw.choice([1, 2]),
+            "--rollout.temperature": draw.choice([0.0, 1.0, 3.0]),
+            "--rollout.top-p": draw.choice([0.9, 1.0]),
+            "--loss.clip-low": draw.choice([0.0, 0.2]),
+            "--rollout.tensor-parallel-size": draw.choice([1, 2]),
         }
         messages = []
         while (message := refusal(values)) and len(messages) < 12:
             messages.append(message)
-            named = [flag for flag in values if re.search(rf"{flag} {re.escape(str(values[flag]))}\b", message)]
+            named = [
+                flag
+                for flag in values
+                if re.search(rf"{flag} {re.escape(str(values[flag]))}\b", message)
+            ]
             assert named and "\n" not in message, message
             proposed = re.findall(r"try (--[\w.-]+) ([\d.]+)", message)
             if not proposed:
@@ -648,7 +844,9 @@ def test_bad_data_are_refused_before_a_model_is_loaded(tiny, files, tmp_path):
         file = tmp_path / name
         if text is not None:
             file.write_text(text)
-        return refused(settings(tiny, files, tmp_path / "out", data_paths=(str(file),), **changes)), str(file)
+        return refused(
+            settings(tiny, files, tmp_path / "out", data_paths=(str(file),), **changes)
+        ), str(file)
 
     found, file = message(name="nowhere.jsonl")
     assert f"--data {file}: no such file" in found
@@ -656,13 +854,23 @@ def test_bad_data_are_refused_before_a_model_is_loaded(tiny, files, tmp_path):
     assert f"--data {file}: is empty" in found
     found, file = message('{"text": "1+1="}\n')
     assert f"--data {file}, row 1: has columns ['text']; needs `prompt` or `question`" in found
-    long = '{"prompt": "1+1=", "answer": "2"}\n' + json.dumps({"prompt": "1" * 50, "answer": "2"}) + "\n"
+    long = (
+        '{"prompt": "1+1=", "answer": "2"}\n'
+        + json.dumps({"prompt": "1" * 50, "answer": "2"})
+        + "\n"
+    )
     found, file = message(long, data=dict(long_prompts="refuse"))
-    assert f"--data {file}: 1 of 2 prompts exceed --data.max-prompt-tokens 16; the longest has 50 tokens" in found
+    assert (
+        f"--data {file}: 1 of 2 prompts exceed --data.max-prompt-tokens 16; the longest has 50 tokens"
+        in found
+    )
     scorer = tmp_path / "scores.py"
     scorer.write_text("def by_level(response, level): return 1.0")
     found, _ = message(long, reward=dict(functions=(f"{scorer}:by_level",)))
-    assert f"--reward.functions {scorer}:by_level: wants level, which is no column; x.jsonl has answer, prompt" in found
+    assert (
+        f"--reward.functions {scorer}:by_level: wants level, which is no column; x.jsonl has answer, prompt"
+        in found
+    )
     found, _ = message(eval_every=1, name="16.jsonl", text=long.splitlines()[0])
     assert "--eval-every 1: needs --eval-data FILE, or 0" in found
     found = refused(settings(str(tmp_path / "no-model"), files, tmp_path / "out"))
@@ -672,12 +880,17 @@ def test_bad_data_are_refused_before_a_model_is_loaded(tiny, files, tmp_path):
 
 
 def test_prompts_over_the_limit_are_dropped_and_counted(tiny, files, tmp_path, capfd):
-    """huggingface/trl#3180: a prompt over the limit broke the run hours later, or was cut in silence."""
+    """huggingface/trl#3180: a prompt over the limit broke the run hours later, or was cut in
+    silence.
+    """
     file = tmp_path / "long.jsonl"
     rows = [{"prompt": "1" * (17 if i == 3 else 5), "answer": ""} for i in range(10)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     directory = train(settings(tiny, files, tmp_path / "out", data_paths=(str(file),), num_steps=1))
-    assert f"{file}: 1 of 10 prompts exceed --data.max-prompt-tokens 16 and are dropped" in capfd.readouterr().out
+    assert (
+        f"{file}: 1 of 10 prompts exceed --data.max-prompt-tokens 16 and are dropped"
+        in capfd.readouterr().out
+    )
     assert {sample["prompt"] for sample in samples(directory)} == {"11111"}
 
 
@@ -685,17 +898,32 @@ def test_more_tokens_than_the_model_has_positions_are_refused(tiny, files, tmp_p
     """verl#5965: a limit that only the engine knew of failed late."""
     changes = dict(data=dict(max_prompt_tokens=100), rollout=dict(max_response_tokens=100))
     found = refused(settings(tiny, files, tmp_path, **changes))
-    assert "has 128 positions, --data.max-prompt-tokens + --rollout.max-response-tokens want 200; lower one" in found
+    assert (
+        "has 128 positions, --data.max-prompt-tokens + --rollout.max-response-tokens want 200; lower one"
+        in found
+    )
 
 
 def run_command(*arguments, num_ranks=0, program=None, **environment):
     """Seconds, exit code and output of `python grpo.py ...`, under torchrun if num_ranks."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK")}
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        if num_ranks
+        else []
+    )
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK")
+    }
     began = time.monotonic()
     command = [sys.executable, *torchrun, str(program or ROOT / "grpo.py"), *arguments]
     job = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, timeout=280,
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=280,
         env=clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment,
     )
     return time.monotonic() - began, job.returncode, job.stdout + job.stderr
@@ -705,10 +933,16 @@ SMALL = "--data.max-prompt-tokens", "16", "--rollout.max-response-tokens", "8", 
 
 
 def test_a_refused_command_takes_less_than_10_seconds_and_20_if_it_reads_data(tiny):
-    """Seconds of this program's own work, so that the test holds on a machine that does other things too."""
+    """Seconds of this program's own work, so that the test holds on a machine that does other
+    things too.
+    """
     for arguments, limit_s, message in (
         (("--group-size", "1"), 10, "--group-size 1: must be at least 2; try 8"),
-        (("--data", "nowhere.jsonl", *SMALL, tiny), 20, "error: --data nowhere.jsonl: no such file"),
+        (
+            ("--data", "nowhere.jsonl", *SMALL, tiny),
+            20,
+            "error: --data nowhere.jsonl: no such file",
+        ),
     ):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         _, code, output = run_command(*arguments)
@@ -722,18 +956,48 @@ def test_a_refused_command_takes_less_than_10_seconds_and_20_if_it_reads_data(ti
 
 def flags(tiny, files, out, *more):
     return [
-        "--model", tiny, "--data", str(files / "16.jsonl"), "--output-dir", str(out), "--name", "run",
-        "--num-steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--tokens-per-row", "64",
-        "--data.max-prompt-tokens", "16", "--rollout.max-response-tokens", "6", "--rollout.temperature", "0.7",
-        "--learning-rate", "1e-2",
-        "--reward.functions", f"{files}/rewards.py:spread", "--reward.num-workers", "1", "--log.plot-every", "0", *more,
+        "--model",
+        tiny,
+        "--data",
+        str(files / "16.jsonl"),
+        "--output-dir",
+        str(out),
+        "--name",
+        "run",
+        "--num-steps",
+        "2",
+        "--prompts-per-step",
+        "4",
+        "--group-size",
+        "4",
+        "--tokens-per-row",
+        "64",
+        "--data.max-prompt-tokens",
+        "16",
+        "--rollout.max-response-tokens",
+        "6",
+        "--rollout.temperature",
+        "0.7",
+        "--learning-rate",
+        "1e-2",
+        "--reward.functions",
+        f"{files}/rewards.py:spread",
+        "--reward.num-workers",
+        "1",
+        "--log.plot-every",
+        "0",
+        *more,
     ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_vllm_under_torchrun_samples_from_the_trainers_weights(tiny, files, tmp_path, tensor_parallel_size):
-    """verify_sync compares all engine weights at each step; the mismatch of the two log-probabilities is fp32's."""
+def test_vllm_under_torchrun_samples_from_the_trainers_weights(
+    tiny, files, tmp_path, tensor_parallel_size
+):
+    """verify_sync compares all engine weights at each step; the mismatch of the two
+    log-probabilities is fp32's.
+    """
     more = "--verify-sync", "--rollout.tensor-parallel-size", str(tensor_parallel_size)
     _, code, output = run_command(*flags(tiny, files, tmp_path, *more), num_ranks=2)
     assert code == 0, output[-3000:]
@@ -752,7 +1016,9 @@ PHASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_failure_on_one_rank_in_any_phase_ends_the_job_with_its_traceback(tiny, files, tmp_path, phase):
+def test_a_failure_on_one_rank_in_any_phase_ends_the_job_with_its_traceback(
+    tiny, files, tmp_path, phase
+):
     """OpenRLHF#624: the other ranks waited for the watchdog, and the cause was not to be seen."""
     program = tmp_path / "program.py"
     program.write_text(
@@ -762,7 +1028,9 @@ def test_a_failure_on_one_rank_in_any_phase_ends_the_job_with_its_traceback(tiny
         "grpo.main(command_line(grpo.Args(), {}, ''))\n"
     )
     more = "--rollout.engine", "hf", "--save-every", "1"
-    seconds, code, output = run_command(*flags(tiny, files, tmp_path, *more), num_ranks=2, program=program)
+    seconds, code, output = run_command(
+        *flags(tiny, files, tmp_path, *more), num_ranks=2, program=program
+    )
     assert code != 0 and seconds < 60
     assert "[rank 1] Traceback" in output and "OSError: on purpose" in output
 
@@ -778,8 +1046,14 @@ def test_a_reward_that_fails_on_one_rank_ends_the_job(tiny, files, tmp_path):
 @pytest.mark.slow
 def test_two_runs_start_at_once_on_one_host(tiny, files, tmp_path):
     """huggingface/trl#3979: the second job died, its port was taken."""
-    commands = [[sys.executable, str(ROOT / "grpo.py"), *flags(tiny, files, tmp_path / name, "--rollout.engine", "hf")]
-                for name in "ab"]
+    commands = [
+        [
+            sys.executable,
+            str(ROOT / "grpo.py"),
+            *flags(tiny, files, tmp_path / name, "--rollout.engine", "hf"),
+        ]
+        for name in "ab"
+    ]
     with contextlib.ExitStack() as stack:
         quiet = dict(cwd=ROOT, stdout=subprocess.DEVNULL)
         jobs = [stack.enter_context(subprocess.Popen(command, **quiet)) for command in commands]

@@ -1,4 +1,6 @@
-"""The shape of the project: which files there are, what they import and how long they are; importing has no effect."""
+"""The shape of the project: which files there are, what they import and how long they are;
+importing has no effect.
+"""
 
 import ast
 import pathlib
@@ -10,12 +12,45 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ENTRIES = {"grpo", "ppo", "hybrid"}
-MECHANISMS = {"data", "rollout", "rewards", "advantages", "packing", "losses", "model", "attention", "logprobs",
-              "reshard", "comms", "exchange", "offload", "checkpoint", "metrics", "autotune"}
+MECHANISMS = {
+    "data",
+    "rollout",
+    "rewards",
+    "advantages",
+    "packing",
+    "losses",
+    "model",
+    "attention",
+    "logprobs",
+    "reshard",
+    "comms",
+    "exchange",
+    "offload",
+    "checkpoint",
+    "metrics",
+    "autotune",
+}
 OTHER_FILES = {"launch.sh", "README.md", "pyproject.toml", "LICENSE"}
 FOLDERS = {"tests", "examples", "benchmarks"}
-THIRD_PARTY = {"vllm", "transformers", "safetensors", "tyro", "wandb", "datasets", "pyarrow", "pandas", "matplotlib",
-               "math_verify", "accelerate", "gguf", "huggingface_hub", "tokenizers", "pynvml", "peft", "flash_attn"}
+THIRD_PARTY = {
+    "vllm",
+    "transformers",
+    "safetensors",
+    "tyro",
+    "wandb",
+    "datasets",
+    "pyarrow",
+    "pandas",
+    "matplotlib",
+    "math_verify",
+    "accelerate",
+    "gguf",
+    "huggingface_hub",
+    "tokenizers",
+    "pynvml",
+    "peft",
+    "flash_attn",
+}
 
 PRESENT = sorted(path.stem for path in ROOT.glob("*.py"))
 TREES = {name: ast.parse((ROOT / f"{name}.py").read_text()) for name in PRESENT}
@@ -32,7 +67,9 @@ def imports(nodes):
 
 
 def at_import(node):
-    """The nodes that run when the file is imported: all but the bodies of functions, and blocks for type checkers."""
+    """The nodes that run when the file is imported: all but the bodies of functions, and blocks for
+    type checkers.
+    """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             continue
@@ -43,16 +80,26 @@ def at_import(node):
 
 
 def functions(tree):
-    return [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return [
+        node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
 
 
 def is_text(node):
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def test_the_root_holds_the_files_of_the_design_and_nothing_else():
-    shown = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    top = {name.split("/")[0] for name in shown if not name.startswith(".")} | {f"{name}.py" for name in PRESENT}
+    shown = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    top = {name.split("/")[0] for name in shown if not name.startswith(".")} | {
+        f"{name}.py" for name in PRESENT
+    }
     allowed = {f"{name}.py" for name in ENTRIES | MECHANISMS} | OTHER_FILES | FOLDERS
     assert top <= allowed, sorted(top - allowed)
 
@@ -60,13 +107,19 @@ def test_the_root_holds_the_files_of_the_design_and_nothing_else():
 @every_file
 def test_no_root_file_imports_another_except_the_entry_scripts(name):
     mine = ENTRIES if name in ENTRIES else ENTRIES | MECHANISMS
-    found = [(package, line) for package, line in imports(ast.walk(TREES[name])) if package in mine | {"tests", "."}]
+    found = [
+        (package, line)
+        for package, line in imports(ast.walk(TREES[name]))
+        if package in mine | {"tests", "."}
+    ]
     assert not found
 
 
 @every_file
 def test_importing_a_file_needs_the_standard_library_and_torch_alone(name):
-    own = MECHANISMS | {"tyro", "examples"} if name in ENTRIES else set()    # an entry has a command line
+    own = (
+        MECHANISMS | {"tyro", "examples"} if name in ENTRIES else set()
+    )  # an entry has a command line
     allowed = sys.stdlib_module_names | own | (set() if name == "rewards" else {"torch"})
     assert not [found for found in imports(at_import(TREES[name])) if found[0] not in allowed]
 
@@ -106,8 +159,16 @@ def test_files_and_functions_fit_their_budgets(name):
     assert not {key: size for key, size in long.items() if size > (110 if key == "main" else 50)}
 
 
-@pytest.mark.parametrize("path", sorted(p for f in ("*.py", "*.sh", "tests/*.py", "examples/*", "benchmarks/*.py")
-                                        for p in ROOT.glob(f) if p.is_file()), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path",
+    sorted(
+        p
+        for f in ("*.py", "*.sh", "tests/*.py", "examples/*", "benchmarks/*.py")
+        for p in ROOT.glob(f)
+        if p.is_file()
+    ),
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
 def test_lines_are_ascii_and_at_most_120_columns_without_banners_or_reminders(path):
     lines = list(enumerate(path.read_text(encoding="utf-8").splitlines(), 1))
     assert not [number for number, line in lines if len(line) > 120 or not line.isascii()]
@@ -118,7 +179,9 @@ def test_lines_are_ascii_and_at_most_120_columns_without_banners_or_reminders(pa
 @every_file
 def test_there_is_one_statement_on_a_line(name):
     statements = [node for node in ast.walk(TREES[name]) if isinstance(node, ast.stmt)]
-    lines = [node.lineno for node in statements if ast.unparse(node) != "..."]    # the body of a Protocol's method
+    lines = [
+        node.lineno for node in statements if ast.unparse(node) != "..."
+    ]  # the body of a Protocol's method
     assert not {line for line in lines if lines.count(line) > 1}
 
 
@@ -126,9 +189,15 @@ def test_there_is_one_statement_on_a_line(name):
 def test_the_file_and_its_public_functions_and_classes_have_docstrings(name):
     tree = TREES[name]
     assert ast.get_docstring(tree), "the lesson of the file"
-    public = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_"]
+    public = [
+        node
+        for node in tree.body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_"
+    ]
     missing = {node.name for node in public if not ast.get_docstring(node)}
-    assert not {each for each in missing - {"main", "Args"} if not each.endswith("Config")}    # told field by field
+    assert not {
+        each for each in missing - {"main", "Args"} if not each.endswith("Config")
+    }  # told field by field
 
 
 @every_file
@@ -140,20 +209,30 @@ def test_each_file_has_its_tests(name):
 def test_each_configuration_field_has_its_help_below_it(name):
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.ClassDef) and (node.name == "Args" or node.name.endswith("Config")):
-            fields = [(field, text) for field, text in zip(node.body, [*node.body[1:], None])
-                      if isinstance(field, ast.AnnAssign) and not re.search(r"Config\b", ast.unparse(field.annotation))]
+            fields = [
+                (field, text)
+                for field, text in zip(node.body, [*node.body[1:], None])
+                if isinstance(field, ast.AnnAssign)
+                and not re.search(r"Config\b", ast.unparse(field.annotation))
+            ]
             assert not [ast.unparse(field) for field, text in fields if not is_text(text)]
-            assert any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list), node.name
+            assert any(
+                "frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list
+            ), node.name
 
 
 @every_file
 def test_errors_are_caught_by_name(name):
-    if name == "rewards":    # a user's own reward function may raise anything; it is counted and shown
+    if (
+        name == "rewards"
+    ):  # a user's own reward function may raise anything; it is counted and shown
         return
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.ExceptHandler):
             caught = ast.unparse(node.type) if node.type else "everything"
-            assert not re.search(r"\b(everything|Exception|BaseException)\b", caught), f"line {node.lineno}"
+            assert not re.search(r"\b(everything|Exception|BaseException)\b", caught), (
+                f"line {node.lineno}"
+            )
 
 
 def test_launch_and_examples_are_short():
@@ -162,14 +241,20 @@ def test_launch_and_examples_are_short():
         assert len(path.read_text().splitlines()) <= 15, path.name
 
 
-SCRIPTS = sorted(p for folder in ("benchmarks", "examples") for p in (ROOT / folder).glob("[!_]*.py")
-                 if "__main__" in p.read_text() or "parse_args" in p.read_text())
+SCRIPTS = sorted(
+    p
+    for folder in ("benchmarks", "examples")
+    for p in (ROOT / folder).glob("[!_]*.py")
+    if "__main__" in p.read_text() or "parse_args" in p.read_text()
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_each_script_starts_and_says_how_it_is_run(path, tmp_path):
-    job = subprocess.run([sys.executable, path, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    job = subprocess.run(
+        [sys.executable, path, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert job.returncode == 0, job.stderr[-2000:]
     assert str(path.relative_to(ROOT)) in job.stdout, job.stdout
     assert not list(tmp_path.iterdir())

@@ -36,7 +36,9 @@ def relative_error(found, expected):
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_values_and_gradients_equal_those_of_all_logits_in_float64(has_bias, temperature, softcap, chunk):
+def test_values_and_gradients_equal_those_of_all_logits_in_float64(
+    has_bias, temperature, softcap, chunk
+):
     torch.manual_seed(0)
     hidden, weight = torch.randn(30, 16), torch.randn(97, 16)
     targets = torch.randint(97, (30,))
@@ -50,9 +52,15 @@ def test_values_and_gradients_equal_those_of_all_logits_in_float64(has_bias, tem
         exact = reference(*exact_leaves, *bias, targets, temperature, softcap)
         torch.testing.assert_close(logprobs, exact[0].float(), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(entropy, exact[1].float(), rtol=1e-5, atol=1e-5)
-        terms = [(logprobs, entropy, on_logprobs, on_entropy), (*exact, on_logprobs.double(), on_entropy.double())]
+        terms = [
+            (logprobs, entropy, on_logprobs, on_entropy),
+            (*exact, on_logprobs.double(), on_entropy.double()),
+        ]
         # A term that is left out, not multiplied by 0: its gradient does not arrive at all.
-        losses = [sum((x * w).sum() for x, w, used in zip(t[:2], t[2:], use, strict=True) if used) for t in terms]
+        losses = [
+            sum((x * w).sum() for x, w, used in zip(t[:2], t[2:], use, strict=True) if used)
+            for t in terms
+        ]
         found = torch.autograd.grad(losses[0], leaves)
         expected = torch.autograd.grad(losses[1], exact_leaves)
         assert max(map(relative_error, found, expected)) < 1e-5
@@ -63,22 +71,33 @@ def test_bf16_products_keep_fp32_sums():
     hidden, weight = torch.randn(40, 16).bfloat16(), torch.randn(3000, 16).bfloat16()
     targets = torch.randint(3000, (40,))
     logprobs, entropy = head_logprobs(hidden, weight, None, targets)
-    log_p = (hidden.double() @ weight.t().double()).log_softmax(-1)  # logits in bf16 would be off by up to 0.03
+    log_p = (hidden.double() @ weight.t().double()).log_softmax(
+        -1
+    )  # logits in bf16 would be off by up to 0.03
     assert logprobs.dtype == entropy.dtype == torch.float32
-    torch.testing.assert_close(logprobs, log_p.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logprobs, log_p.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-5, atol=1e-5
+    )
     leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
     exact_leaves = [x.double().requires_grad_() for x in (hidden, weight)]
     found = torch.autograd.grad(head_logprobs(*leaves, None, targets, chunk=4)[0].sum(), leaves)
-    expected = torch.autograd.grad(reference(*exact_leaves, None, targets, 1.0, None)[0].sum(), exact_leaves)
+    expected = torch.autograd.grad(
+        reference(*exact_leaves, None, targets, 1.0, None)[0].sum(), exact_leaves
+    )
     assert found[0].dtype == found[1].dtype == torch.bfloat16
-    assert max(map(relative_error, found, expected)) < 1e-2  # the logits' gradient enters its product in bf16
+    assert (
+        max(map(relative_error, found, expected)) < 1e-2
+    )  # the logits' gradient enters its product in bf16
 
 
 def test_many_chunks_add_up_in_fp32_to_a_bf16_gradient():
     hidden, weight = torch.ones(2000, 1).bfloat16(), torch.zeros(2, 1).bfloat16().requires_grad_()
     logprobs, _ = head_logprobs(hidden, weight, None, torch.zeros(2000, dtype=torch.int64), chunk=1)
     logprobs.sum().backward()
-    assert weight.grad.tolist() == [[1000.0], [-1000.0]]  # sums in bf16 stop at 128: 128 + 0.5 rounds to 128
+    assert weight.grad.tolist() == [
+        [1000.0],
+        [-1000.0],
+    ]  # sums in bf16 stop at 128: 128 + 0.5 rounds to 128
 
 
 def from_logits(*logits, temperature=1.0):
@@ -126,7 +145,9 @@ class Bigram(nn.Module):
 
     def get_decoder(self):
         def decoder(input_ids, **boundaries):
-            return SimpleNamespace(last_hidden_state=nn.functional.one_hot(input_ids, len(self.head.weight)).float())
+            return SimpleNamespace(
+                last_hidden_state=nn.functional.one_hot(input_ids, len(self.head.weight)).float()
+            )
 
         return decoder
 
@@ -148,7 +169,9 @@ def test_the_logprob_of_a_token_comes_from_the_token_before_it_in_its_own_sequen
     expected = [zero, zero, log_p[6, 7], log_p[7, 8], log_p[8, eos], zero, zero, log_p[9, 4]]
     torch.testing.assert_close(logprobs, torch.stack(expected))
     spread = -(log_p.exp() * log_p).sum(-1)
-    torch.testing.assert_close(entropy, torch.stack([zero, zero, *spread[[6, 7, 8]], zero, zero, spread[9]]))
+    torch.testing.assert_close(
+        entropy, torch.stack([zero, zero, *spread[[6, 7, 8]], zero, zero, spread[9]])
+    )
 
 
 def test_response_positions_are_those_of_the_mask_in_order():
@@ -167,7 +190,9 @@ def largest_difference(model, sequences, temperature):
     largest = 0.0
     for x, y, i in zip(*(unpack(row, x) for x in found), row.source, strict=True):
         live = sequences[i]["response_mask"]
-        for mine, plain in zip((x, y), plain_logprobs(model, sequences[i]["tokens"], temperature), strict=True):
+        for mine, plain in zip(
+            (x, y), plain_logprobs(model, sequences[i]["tokens"], temperature), strict=True
+        ):
             largest = max(largest, (mine - plain)[live].abs().max().item())
             assert (mine[~live] == 0).all()
     return largest
@@ -175,21 +200,29 @@ def largest_difference(model, sequences, temperature):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_packed_logprobs_equal_those_from_all_logits_of_the_models_own_forward(architecture, temperature):
+def test_packed_logprobs_equal_those_from_all_logits_of_the_models_own_forward(
+    architecture, temperature
+):
     """trl#3682: nothing is asked of the model's forward but the last hidden states."""
-    assert largest_difference(make_model(architecture), random_sequences(LENGTHS), temperature) < 1e-5
+    assert (
+        largest_difference(make_model(architecture), random_sequences(LENGTHS), temperature) < 1e-5
+    )
 
 
 def test_the_models_own_soft_cap_and_head_bias_are_applied():
     capped = make_model("gemma3", final_logit_softcapping=2.0)
     assert largest_difference(capped, random_sequences(LENGTHS), 0.7) < 1e-5
     biased = make_model()
-    biased.lm_head.bias = nn.Parameter(torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(0)))
+    biased.lm_head.bias = nn.Parameter(
+        torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    )
     assert largest_difference(biased, random_sequences(LENGTHS), 0.7) < 1e-5
 
 
 def test_the_ratio_is_exactly_1_before_the_first_update_also_in_training_mode():
-    """minimind#814: old and new log-probabilities from two precisions, or with dropout in one of them."""
+    """minimind#814: old and new log-probabilities from two precisions, or with dropout in one of
+    them.
+    """
     model = make_model(attention_dropout=0.5).train()
     sequences = random_sequences(LENGTHS)
     (row,) = pack(sequences, 100)
@@ -207,11 +240,18 @@ def test_the_ratio_is_exactly_1_before_the_first_update_also_in_training_mode():
 def test_rows_can_carry_a_models_logprobs_as_a_field():
     model = make_model()
     rows = pack(random_sequences(LENGTHS), 30)
-    ((first, *_), others) = with_logprobs(model, [rows[:2], rows[2:]], "old_logprobs", temperature=0.7)
-    assert len(others) == len(rows) - 2 and first.fields.keys() == rows[0].fields.keys() | {"old_logprobs"}
+    ((first, *_), others) = with_logprobs(
+        model, [rows[:2], rows[2:]], "old_logprobs", temperature=0.7
+    )
+    assert len(others) == len(rows) - 2 and first.fields.keys() == rows[0].fields.keys() | {
+        "old_logprobs"
+    }
     assert first.tokens is rows[0].tokens and "old_logprobs" not in rows[0].fields
     expected = token_logprobs(model, rows[0], temperature=0.7)[0]
-    assert first.fields["old_logprobs"].equal(expected) and not first.fields["old_logprobs"].requires_grad
+    assert (
+        first.fields["old_logprobs"].equal(expected)
+        and not first.fields["old_logprobs"].requires_grad
+    )
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma"])
@@ -222,7 +262,9 @@ def test_a_row_without_response_tokens_gives_every_parameter_a_zero_gradient(arc
         logprobs, entropy = token_logprobs(model, row)
         assert (logprobs == 0).all() and (entropy == 0).all()
         (logprobs.sum() + entropy.sum()).backward()
-        assert all((p.grad == 0).all() for p in model.parameters())  # None would hang FSDP's reduction
+        assert all(
+            (p.grad == 0).all() for p in model.parameters()
+        )  # None would hang FSDP's reduction
 
 
 def test_a_sharded_model_gives_the_same_in_training_and_without_gradients_and_stays_sharded():
@@ -247,20 +289,34 @@ def test_a_sharded_model_gives_the_same_in_training_and_without_gradients_and_st
 
 def test_rows_are_not_written_to():
     (row,) = pack(random_sequences(LENGTHS), 100)
-    copy = replace(row, tokens=row.tokens.clone(), fields={name: x.clone() for name, x in row.fields.items()})
+    copy = replace(
+        row, tokens=row.tokens.clone(), fields={name: x.clone() for name, x in row.fields.items()}
+    )
     token_logprobs(make_model(), row)[0].sum().backward()
-    assert row.tokens.equal(copy.tokens) and all(x.equal(copy.fields[name]) for name, x in row.fields.items())
+    assert row.tokens.equal(copy.tokens) and all(
+        x.equal(copy.fields[name]) for name, x in row.fields.items()
+    )
 
 
 def kib(name):
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if name in line)
+    return next(
+        int(line.split()[1])
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if name in line
+    )
 
 
 def peak_kib(way):
-    """Memory that the log-probabilities of 2,048 tokens and their gradient take on top of inputs, in this process."""
-    # Large blocks come from the system and go back at once, so that the peak is of what is alive (M_MMAP_THRESHOLD).
+    """Memory that the log-probabilities of 2,048 tokens and their gradient take on top of inputs,
+    in this process.
+    """
+    # Large blocks come from the system and go back at once, so that the peak is of what is alive
+    # (M_MMAP_THRESHOLD).
     ctypes.CDLL(None).mallopt(-3, 65536)
-    hidden, weight = torch.randn(2048, 64, requires_grad=True), torch.randn(32000, 64, requires_grad=True)
+    hidden, weight = (
+        torch.randn(2048, 64, requires_grad=True),
+        torch.randn(32000, 64, requires_grad=True),
+    )
     targets = torch.randint(32000, (2048,))
     before = kib("VmRSS")
     if way == "plain":
@@ -285,12 +341,20 @@ def tiny_reward_model(kind="Llama", attention="sdpa", **options):
     import transformers
 
     torch.manual_seed(0)
-    sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    options = sizes | dict(num_key_value_heads=2, num_labels=1, pad_token_id=2, eos_token_id=2) | options
+    sizes = dict(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    options = (
+        sizes | dict(num_key_value_heads=2, num_labels=1, pad_token_id=2, eos_token_id=2) | options
+    )
     config = getattr(transformers, f"{kind}Config")(**options, attn_implementation=attention)
     model = getattr(transformers, f"{kind}ForSequenceClassification")(config).eval()
     with torch.no_grad():
-        model.score.weight.normal_()    # its 0.02 would hide differences
+        model.score.weight.normal_()  # its 0.02 would hide differences
     return model
 
 
@@ -303,7 +367,10 @@ def texts(num=5):
 def scores_alone(model, sequences):
     """The last token's hidden state times the head, one text at a time."""
     with torch.no_grad():
-        hidden = [model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0, -1] for ids in sequences]
+        hidden = [
+            model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0, -1]
+            for ids in sequences
+        ]
         return [(model.score.weight @ h).item() for h in hidden]
 
 
@@ -318,13 +385,21 @@ def test_a_text_has_the_same_score_alone_and_in_any_packing(kind, attention):
 
         use_packed_attention(model)
     rows = []
-    model.model.register_forward_pre_hook(lambda module, args, kwargs: rows.append(args), with_kwargs=True)
-    for tokens_per_row, num_rows in ((1, 5), (40, 3), (10_000, 1)):    # the texts have 4, 25, 11, 32 and 18 tokens
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(args), with_kwargs=True
+    )
+    for tokens_per_row, num_rows in (
+        (1, 5),
+        (40, 3),
+        (10_000, 1),
+    ):  # the texts have 4, 25, 11, 32 and 18 tokens
         rows.clear()
         got = model_scores(model, texts(), tokens_per_row=tokens_per_row)
-        assert got == pytest.approx(expected, abs=1e-4)    # fp32 sums in another order
+        assert got == pytest.approx(expected, abs=1e-4)  # fp32 sums in another order
         assert len(rows) == num_rows
-    assert model_scores(model, list(map(torch.tensor, reversed(texts())))) == pytest.approx(expected[::-1], abs=1e-4)
+    assert model_scores(model, list(map(torch.tensor, reversed(texts())))) == pytest.approx(
+        expected[::-1], abs=1e-4
+    )
     assert model_scores(model, []) == []
 
 
@@ -332,7 +407,10 @@ def test_the_score_of_a_bf16_model_is_not_rounded_to_bf16():
     """Whose neighbours of 10 are a sixteenth apart: samples of one prompt would tie."""
     model = tiny_reward_model().bfloat16()
     with torch.no_grad():
-        hidden = [model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0, -1] for ids in texts()]
+        hidden = [
+            model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0, -1]
+            for ids in texts()
+        ]
     expected = [(model.score.weight.float() @ h.float()).item() for h in hidden]
     assert max(abs(x - torch.tensor(x).bfloat16().item()) for x in expected) > 1e-3
     assert model_scores(model, texts(), tokens_per_row=1) == pytest.approx(expected, abs=1e-5)

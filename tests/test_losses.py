@@ -1,4 +1,6 @@
-"""Loss terms against hand-computed numbers, exact sums over small vocabularies, and other layouts of the same step."""
+"""Loss terms against hand-computed numbers, exact sums over small vocabularies, and other layouts
+of the same step.
+"""
 
 import itertools
 import math
@@ -41,9 +43,13 @@ def boundaries(*numbers):
 
 
 def one_token(ratio, advantage, **options):
-    """(loss, gradient with respect to the log-probability, share of clipped tokens) of a single token."""
+    """(loss, gradient with respect to the log-probability, share of clipped tokens) of a single
+    token.
+    """
     logprobs = tensor(math.log(ratio) - 1, grad=True)
-    loss, stats = policy_loss(logprobs, tensor(-1.0), tensor(advantage), mask(1), normalizer=1.0, **options)
+    loss, stats = policy_loss(
+        logprobs, tensor(-1.0), tensor(advantage), mask(1), normalizer=1.0, **options
+    )
     loss.backward()
     return loss.item(), logprobs.grad.item(), stats["pg_clipfrac"].item()
 
@@ -71,14 +77,20 @@ def test_log_probabilities_of_an_older_policy_give_the_ratio():
     assert one_token(math.exp(-0.3), 1.0)[:2] == pytest.approx((-0.7408, -0.7408), abs=1e-4)
 
 
-@pytest.mark.parametrize(("normalize", "expected"), [("token", 0.8), ("sequence", 0.0), ("constant", 0.4)])
+@pytest.mark.parametrize(
+    ("normalize", "expected"), [("token", 0.8), ("sequence", 0.0), ("constant", 0.4)]
+)
 def test_each_normalisation_of_a_good_short_and_a_bad_long_response(normalize, expected):
     """tinker-cookbook#579: lengths 1 and 9, advantages +1 and -1, ratio 1, at most 10 tokens."""
     logprobs = torch.zeros(10, requires_grad=True)
     live, cu_seqlens = torch.ones(10, dtype=torch.bool), boundaries(0, 1, 10)
-    each, normalizer = token_weights(normalize, live, cu_seqlens, {"tokens": 10, "sequences": 2}, 10)
+    each, normalizer = token_weights(
+        normalize, live, cu_seqlens, {"tokens": 10, "sequences": 2}, 10
+    )
     advantages = tensor(1.0, *[-1.0] * 9)
-    loss, _ = policy_loss(logprobs, torch.zeros(10), advantages, live, normalizer=normalizer, token_weights=each)
+    loss, _ = policy_loss(
+        logprobs, torch.zeros(10), advantages, live, normalizer=normalizer, token_weights=each
+    )
     assert loss.item() == pytest.approx(expected, abs=1e-7)
 
 
@@ -90,19 +102,30 @@ def test_masked_tokens_are_in_no_denominator():
         totals = {"tokens": 25, "sequences": 1}
         each, normalizer = token_weights(normalize, live, cu_seqlens, totals, 40)
         loss, _ = policy_loss(
-            torch.zeros(30), torch.zeros(30), -torch.ones(30), live, normalizer=normalizer, token_weights=each
+            torch.zeros(30),
+            torch.zeros(30),
+            -torch.ones(30),
+            live,
+            normalizer=normalizer,
+            token_weights=each,
         )
         assert loss.item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("normalize", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
-def test_a_row_without_response_tokens_gives_zero_loss_zero_gradient_and_finite_statistics(normalize, ratio):
+def test_a_row_without_response_tokens_gives_zero_loss_zero_gradient_and_finite_statistics(
+    normalize, ratio
+):
     """trl#3248: every response truncated and masked, 0 / 0."""
     logprobs = torch.zeros(4, requires_grad=True)
     nothing, cu_seqlens = torch.zeros(4, dtype=torch.bool), boundaries(0, 2, 4)
-    each, normalizer = token_weights(normalize, nothing, cu_seqlens, {"tokens": 0, "sequences": 0}, 8)
-    weights, mismatch = sampler_correction(torch.zeros(4), torch.zeros(4), nothing, cu_seqlens, kind="token", cap=2.0)
+    each, normalizer = token_weights(
+        normalize, nothing, cu_seqlens, {"tokens": 0, "sequences": 0}, 8
+    )
+    weights, mismatch = sampler_correction(
+        torch.zeros(4), torch.zeros(4), nothing, cu_seqlens, kind="token", cap=2.0
+    )
     loss, stats = policy_loss(
         logprobs,
         torch.zeros(4),
@@ -123,15 +146,24 @@ def test_a_row_without_response_tokens_gives_zero_loss_zero_gradient_and_finite_
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 def test_what_masked_entries_hold_changes_neither_loss_nor_gradient_nor_any_statistic(ratio):
     """SkyRL#354, trl#6121: with nine pads per token all logged numbers are the same."""
-    clean = [tensor(-1.0, -2.0, -0.5), tensor(-1.2, -1.6, -0.9), tensor(1.0, -1.0, 2.0), tensor(-1.1, -1.9, -0.6)]
+    clean = [
+        tensor(-1.0, -2.0, -0.5),
+        tensor(-1.2, -1.6, -0.9),
+        tensor(1.0, -1.0, 2.0),
+        tensor(-1.1, -1.9, -0.6),
+    ]
     live = torch.zeros(30, dtype=torch.bool)
     live[[4, 5, 20]] = True
 
     def numbers(tensors, response_mask, cu_seqlens):
         logprobs, old, advantages, rollout = tensors
         logprobs.requires_grad_()
-        weights, mismatch = sampler_correction(old, rollout, response_mask, cu_seqlens, kind="token", cap=1.05)
-        each, normalizer = token_weights("sequence", response_mask, cu_seqlens, {"tokens": 3, "sequences": 2}, 8)
+        weights, mismatch = sampler_correction(
+            old, rollout, response_mask, cu_seqlens, kind="token", cap=1.05
+        )
+        each, normalizer = token_weights(
+            "sequence", response_mask, cu_seqlens, {"tokens": 3, "sequences": 2}, 8
+        )
         loss, stats = policy_loss(
             logprobs,
             old,
@@ -146,9 +178,14 @@ def test_what_masked_entries_hold_changes_neither_loss_nor_gradient_nor_any_stat
             importance_weights=weights,
         )
         loss.backward()
-        return [loss.item(), *(x.item() for x in (*stats.values(), *mismatch.values()))], logprobs.grad
+        return [
+            loss.item(),
+            *(x.item() for x in (*stats.values(), *mismatch.values())),
+        ], logprobs.grad
 
-    expected, expected_gradient = numbers([x.clone() for x in clean], mask(1, 1, 1), boundaries(0, 2, 3))
+    expected, expected_gradient = numbers(
+        [x.clone() for x in clean], mask(1, 1, 1), boundaries(0, 2, 3)
+    )
     for junk in (0.0, 7.0, NAN, math.inf, -math.inf):
         padded = [torch.full((30,), junk).masked_scatter(live, x) for x in clean]
         found, gradient = numbers(padded, live, boundaries(0, 6, 30))
@@ -160,7 +197,9 @@ def test_what_masked_entries_hold_changes_neither_loss_nor_gradient_nor_any_stat
 def test_statistics_are_means_over_response_tokens_as_they_were_before_the_clip():
     log_ratio = tensor(0.5, -0.5, 0.1, 9.0)
     old = tensor(-1.0, -1.0, -1.0, -1.0)
-    _, stats = policy_loss(old + log_ratio, old, tensor(1.0, 1.0, 1.0, 1.0), mask(1, 1, 1, 0), normalizer=3.0)
+    _, stats = policy_loss(
+        old + log_ratio, old, tensor(1.0, 1.0, 1.0, 1.0), mask(1, 1, 1, 0), normalizer=3.0
+    )
     assert stats["pg_clipfrac"].item() == pytest.approx(1 / 3)
     k3 = [math.exp(x) - 1 - x for x in (0.5, -0.5, 0.1)]
     assert stats["ppo_kl"].item() == pytest.approx(sum(k3) / 3, rel=1e-5)
@@ -175,7 +214,13 @@ def test_the_sequence_ratio_is_the_geometric_mean_over_the_response_tokens():
     cu_seqlens = boundaries(0, 5, 13, 16)
     advantages = advantage.repeat_interleave(torch.tensor(lengths))
     each, normalizer = token_weights("sequence", live, cu_seqlens, {"tokens": 8, "sequences": 2}, 8)
-    options = dict(clip_low=0.05, clip_high=0.05, normalizer=normalizer, cu_seqlens=cu_seqlens, ratio="sequence")
+    options = dict(
+        clip_low=0.05,
+        clip_high=0.05,
+        normalizer=normalizer,
+        cu_seqlens=cu_seqlens,
+        ratio="sequence",
+    )
     loss, stats = policy_loss(logprobs, old, advantages, live, **options, token_weights=each)
     (gradient,) = torch.autograd.grad(loss, logprobs)
 
@@ -213,7 +258,10 @@ def step_gradients(model, groups, normalize, ratio, capacity=10_000):
             ratio=ratio,
             token_weights=each,
         )
-        loss = loss + masked_sum(kl_estimate(logprobs, logprobs.detach() - 0.1) * each, live) / normalizer
+        loss = (
+            loss
+            + masked_sum(kl_estimate(logprobs, logprobs.detach() - 0.1) * each, live) / normalizer
+        )
         loss = loss - 0.01 * masked_sum(entropy * each, live) / normalizer
         loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -221,24 +269,35 @@ def step_gradients(model, groups, normalize, ratio, capacity=10_000):
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma"])
 @pytest.mark.parametrize("normalize", ["token", "sequence", "constant"])
-def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_rows_and_order(architecture, normalize):
-    """open-instruct#1137, verl#5625: means of micro-batch means; transformers#34191: per model class."""
+def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_rows_and_order(
+    architecture, normalize
+):
+    """open-instruct#1137, verl#5625: means of micro-batch means; transformers#34191: per model
+    class.
+    """
     model = make_model(architecture)
     sequences = random_sequences([(3, n) for n in LENGTHS])
     shuffled = random.Random(0).sample(sequences, len(sequences))
     ratio = "sequence" if normalize == "sequence" else "token"
     expected = step_gradients(model, [sequences], normalize, ratio)
     layouts = [[sequences[i : i + n] for i in range(0, 8, n)] for n in (1, 2, 4)]
-    for layout, capacity in [*((groups, 10_000) for groups in layouts), ([sequences], 150), ([shuffled], 140)]:
+    for layout, capacity in [
+        *((groups, 10_000) for groups in layouts),
+        ([sequences], 150),
+        ([shuffled], 140),
+    ]:
         found = step_gradients(model, layout, normalize, ratio, capacity)
         for name, gradient in expected.items():
             scale = gradient.abs().max().item()
             assert scale > 0
             # fp32 sums in another order, against the largest entry.
-            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5 * scale, msg=name)
+            torch.testing.assert_close(
+                found[name], gradient, rtol=1e-5, atol=1e-5 * scale, msg=name
+            )
 
 
-# An exact check of what each estimator is: all tokens of a small vocabulary, weighted by their probability.
+# An exact check of what each estimator is: all tokens of a small vocabulary, weighted by their
+# probability.
 POLICY = torch.tensor([0.9, -0.3, 0.2, -1.1, 0.5], dtype=torch.float64)
 REFERENCE = torch.tensor([-0.4, 0.8, 0.1, 0.3, -0.9], dtype=torch.float64)
 
@@ -254,10 +313,14 @@ def test_the_value_of_k1_and_k3_is_the_kl_divergence_from_policy_to_reference(ki
 
 
 def gradient_of_the_expected_loss(kind):
-    """E over tokens sampled from the policy of the gradient of the estimate, sampling probabilities held fixed."""
+    """E over tokens sampled from the policy of the gradient of the estimate, sampling probabilities
+    held fixed.
+    """
     theta = POLICY.clone().requires_grad_()
     p = theta.log_softmax(-1)
-    return torch.autograd.grad((p.detach().exp() * kl_estimate(p, REFERENCE.log_softmax(-1), kind)).sum(), theta)[0]
+    return torch.autograd.grad(
+        (p.detach().exp() * kl_estimate(p, REFERENCE.log_softmax(-1), kind)).sum(), theta
+    )[0]
 
 
 def test_as_a_loss_k2_has_the_gradient_of_kl_policy_reference_and_k3_that_of_kl_reference_policy():
@@ -274,9 +337,13 @@ def test_k1_as_a_loss_is_refused_since_its_gradient_is_zero_on_average():
     """allenai/open-instruct#534."""
     theta = POLICY.clone().requires_grad_()
     p = theta.log_softmax(-1)
-    (gradient,) = torch.autograd.grad((p.detach().exp() * (p - REFERENCE.log_softmax(-1))).sum(), theta)
+    (gradient,) = torch.autograd.grad(
+        (p.detach().exp() * (p - REFERENCE.log_softmax(-1))).sum(), theta
+    )
     torch.testing.assert_close(gradient, torch.zeros(5, dtype=torch.float64))
-    with pytest.raises(ValueError, match="'k1' as a loss has no gradient on average; use 'k2' or 'k3'"):
+    with pytest.raises(
+        ValueError, match="'k1' as a loss has no gradient on average; use 'k2' or 'k3'"
+    ):
         kl_estimate(p, REFERENCE, "k1")
     with pytest.raises(ValueError, match="--loss.kl k1"):
         LossConfig(kl="k1")
@@ -287,21 +354,25 @@ def test_k1_as_a_loss_is_refused_since_its_gradient_is_zero_on_average():
 def test_k3_of_one_token():
     d = math.log(0.5) - math.log(0.9)
     estimate = kl_estimate(tensor(math.log(0.9)), tensor(math.log(0.5)))
-    assert estimate.item() == pytest.approx(math.exp(d) - d - 1, rel=1e-5) and estimate.item() == pytest.approx(
-        0.1433, abs=1e-4
-    )
+    assert estimate.item() == pytest.approx(
+        math.exp(d) - d - 1, rel=1e-5
+    ) and estimate.item() == pytest.approx(0.1433, abs=1e-4)
     assert kl_estimate(tensor(-1.0), tensor(-3.0), "k2").item() == pytest.approx(2.0)
     assert kl_estimate(tensor(-1.0), tensor(-3.0), "k1").item() == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])
 def test_the_kl_term_moves_a_policy_to_the_reference(kind):
-    """ToolRL#52: with the sign slipped it moves away. Two tokens, policy 0.9, reference 0.5, no advantages."""
+    """ToolRL#52: with the sign slipped it moves away. Two tokens, policy 0.9, reference 0.5, no
+    advantages.
+    """
     generator = torch.Generator().manual_seed(0)
     theta = torch.tensor([math.log(0.9), math.log(0.1)], requires_grad=True)
     reference = torch.tensor([0.5, 0.5]).log()
     for _ in range(200):
-        tokens = torch.multinomial(theta.detach().softmax(-1), 256, replacement=True, generator=generator)
+        tokens = torch.multinomial(
+            theta.detach().softmax(-1), 256, replacement=True, generator=generator
+        )
         logprobs = theta.log_softmax(-1)[tokens]
         live = torch.ones(256, dtype=torch.bool)
         loss, _ = policy_loss(logprobs, logprobs.detach(), torch.zeros(256), live, normalizer=256.0)
@@ -316,14 +387,20 @@ def test_the_value_is_clipped_around_the_old_one_and_the_share_of_clipped_values
     """RLinf#1529: the metric was taken from the clipped value, and always 0."""
     for target, loss, gradient in ((0.0, 0.5, 1.0), (1.0, 0.32, 0.0)):
         values = tensor(1.0, grad=True)
-        found, stats = value_loss(values, tensor(0.0), tensor(target), mask(1), clip=0.2, normalizer=1.0)
+        found, stats = value_loss(
+            values, tensor(0.0), tensor(target), mask(1), clip=0.2, normalizer=1.0
+        )
         found.backward()
         assert (found.item(), values.grad.item()) == pytest.approx((loss, gradient))
         assert stats["vf_clipfrac"] == 1.0
     values = tensor(1.0, 0.1, grad=True)
-    found, stats = value_loss(values, tensor(0.0, 0.0), tensor(0.0, 0.0), mask(1, 1), clip=0.2, normalizer=4.0)
+    found, stats = value_loss(
+        values, tensor(0.0, 0.0), tensor(0.0, 0.0), mask(1, 1), clip=0.2, normalizer=4.0
+    )
     assert found.item() == pytest.approx((1 + 0.01) / 8) and stats["vf_clipfrac"] == 0.5
-    found, stats = value_loss(values, tensor(0.0, 0.0), tensor(3.0, 0.0), mask(1, 0), clip=math.inf, normalizer=2.0)
+    found, stats = value_loss(
+        values, tensor(0.0, 0.0), tensor(3.0, 0.0), mask(1, 0), clip=math.inf, normalizer=2.0
+    )
     assert found.item() == pytest.approx(1.0) and stats["vf_clipfrac"] == 0.0
 
 
@@ -387,7 +464,12 @@ def test_masked_advantages_and_weights_may_hold_anything():
     for junk in (NAN, math.inf, 7.0):
         for weights in (None, tensor(1.0, junk)):
             loss, stats = policy_loss(
-                logprobs, tensor(-1.0, -2.0), tensor(2.0, junk), mask(1, 0), normalizer=1.0, token_weights=weights
+                logprobs,
+                tensor(-1.0, -2.0),
+                tensor(2.0, junk),
+                mask(1, 0),
+                normalizer=1.0,
+                token_weights=weights,
             )
             assert loss.item() == -2.0 and stats["pg_clipfrac"] == 0
             assert torch.autograd.grad(loss, logprobs)[0].tolist() == [-2.0, 0.0]
@@ -396,7 +478,9 @@ def test_masked_advantages_and_weights_may_hold_anything():
 def test_importance_weights_multiply_the_loss_of_each_token_after_the_clip():
     weights = tensor(0.5, 2.0)
     options = dict(normalizer=2.0, clip_high=0.28, importance_weights=weights)
-    loss, _ = policy_loss(tensor(math.log(2.0), 0.0), tensor(0.0, 0.0), tensor(1.0, -1.0), mask(1, 1), **options)
+    loss, _ = policy_loss(
+        tensor(math.log(2.0), 0.0), tensor(0.0, 0.0), tensor(1.0, -1.0), mask(1, 1), **options
+    )
     assert loss.item() == pytest.approx((-1.28 * 0.5 + 1.0 * 2.0) / 2)
 
 
@@ -409,12 +493,23 @@ def two_responses(**fields):
     return SimpleNamespace(fields=fields, cu_seqlens=boundaries(0, 3, 5), num_response_tokens=3)
 
 
-@pytest.mark.parametrize(("ratio", "normalize", "kl"), list(itertools.product(
-    ["token", "sequence"], ["token", "sequence", "constant"], ["k2", "k3"])))
+@pytest.mark.parametrize(
+    ("ratio", "normalize", "kl"),
+    list(itertools.product(["token", "sequence"], ["token", "sequence", "constant"], ["k2", "k3"])),
+)
 def test_the_policys_loss_is_the_sum_of_its_terms_by_hand(ratio, normalize, kl):
-    """Ratios 1.5 and 0.5 of one response and 1.1 of the other: both clips work, and each to its own side."""
-    ratios, advantages, entropies, differences = [1.5, 0.5, 1.1], [1.0, -1.0, 2.0], [0.5, 0.25, 1.0], [0.3, -0.2, 0.4]
-    weights = {"token": [1 / 3] * 3, "sequence": [1 / 4, 1 / 4, 1 / 2], "constant": [1 / 16] * 3}[normalize]
+    """Ratios 1.5 and 0.5 of one response and 1.1 of the other: both clips work, and each to its own
+    side.
+    """
+    ratios, advantages, entropies, differences = (
+        [1.5, 0.5, 1.1],
+        [1.0, -1.0, 2.0],
+        [0.5, 0.25, 1.0],
+        [0.3, -0.2, 0.4],
+    )
+    weights = {"token": [1 / 3] * 3, "sequence": [1 / 4, 1 / 4, 1 / 2], "constant": [1 / 16] * 3}[
+        normalize
+    ]
     used = ratios if ratio == "token" else [math.sqrt(0.75), math.sqrt(0.75), 1.1]
     expected = 0.0
     for w, r, a, h, d in zip(weights, used, advantages, entropies, differences, strict=True):
@@ -423,7 +518,8 @@ def test_the_policys_loss_is_the_sum_of_its_terms_by_hand(ratio, normalize, kl):
         expected += w * (surrogate + 0.1 * divergence - 0.01 * h)
     logprobs = tensor(NAN, *(math.log(r) - 1 for r in ratios[:2]), NAN, math.log(1.1) - 1)
     row = two_responses(
-        advantages=tensor(NAN, 1.0, -1.0, NAN, 2.0), old_logprobs=tensor(NAN, -1.0, -1.0, NAN, -1.0),
+        advantages=tensor(NAN, 1.0, -1.0, NAN, 2.0),
+        old_logprobs=tensor(NAN, -1.0, -1.0, NAN, -1.0),
         rollout_logprobs=tensor(NAN, -1.0, -1.0, NAN, -1.0),
     )
     row.fields["ref_logprobs"] = logprobs + tensor(0.0, 0.3, -0.2, 0.0, 0.4)
@@ -435,17 +531,25 @@ def test_the_policys_loss_is_the_sum_of_its_terms_by_hand(ratio, normalize, kl):
     assert stats["actor/entropy"].item() == pytest.approx(1.75 / 3)
 
 
-@pytest.mark.parametrize(("clip", "expected"), [(0.2, (0.32 + 0.02 + 0.0) / 3), (math.inf, (0.125 + 0.02 + 0.0) / 3)])
+@pytest.mark.parametrize(
+    ("clip", "expected"), [(0.2, (0.32 + 0.02 + 0.0) / 3), (math.inf, (0.125 + 0.02 + 0.0) / 3)]
+)
 def test_the_critics_loss_uses_its_clip_and_is_a_mean_over_tokens(clip, expected):
     """A value of 0.5 that may be 0.2, one that is 0.2 off within the band, and one that is right."""
-    row = two_responses(values=tensor(NAN, 0.0, 0.8, NAN, 1.0), returns=tensor(NAN, 1.0, 1.0, NAN, 1.0))
+    row = two_responses(
+        values=tensor(NAN, 0.0, 0.8, NAN, 1.0), returns=tensor(NAN, 1.0, 1.0, NAN, 1.0)
+    )
     values = tensor(NAN, 0.5, 0.8, NAN, 1.0)
-    loss, stats = critic_loss(values, row, dict(tokens=3, sequences=2), CriticConfig(value_clip=clip))
+    loss, stats = critic_loss(
+        values, row, dict(tokens=3, sequences=2), CriticConfig(value_clip=clip)
+    )
     assert loss.item() == stats["critic/vf_loss"].item() == pytest.approx(expected)
 
 
 def test_a_ratio_beyond_fp32_has_a_loss():
-    """exp(100) is inf, and 0 x inf NaN: a group without spread has advantages of 0. What e^25 is worth stays so."""
+    """exp(100) is inf, and 0 x inf NaN: a group without spread has advantages of 0. What e^25 is
+    worth stays so.
+    """
     logprobs = tensor(0.0, 0.0, 0.0, grad=True)
     old, advantages = tensor(-100.0, 0.0, -25.0), tensor(0.0, 1.0, -1.0)
     loss, _ = policy_loss(logprobs, old, advantages, mask(1, 1, 1), normalizer=1.0)
@@ -457,7 +561,9 @@ def test_a_ratio_beyond_fp32_has_a_loss():
 def test_arguments_are_not_written_to():
     made = [tensor(-1.0, -2.0), tensor(-1.1, -1.9), tensor(1.0, -1.0)]
     before = [x.clone() for x in made]
-    weights, _ = sampler_correction(made[0], made[1], mask(1, 0), boundaries(0, 2), kind="sequence", cap=2.0)
+    weights, _ = sampler_correction(
+        made[0], made[1], mask(1, 0), boundaries(0, 2), kind="sequence", cap=2.0
+    )
     policy_loss(*made, mask(1, 0), normalizer=1.0, importance_weights=weights)
     value_loss(*made, mask(1, 0), clip=0.1, normalizer=1.0)
     assert all(x.equal(y) for x, y in zip(made, before, strict=True))
@@ -482,7 +588,11 @@ def test_settings_without_meaning_are_refused(setting, message):
         LossConfig(**setting)
 
 
-@pytest.mark.parametrize("setting", [dict(learning_rate=NAN), dict(warmup_steps=-1), dict(value_clip=NAN)])
+@pytest.mark.parametrize(
+    "setting", [dict(learning_rate=NAN), dict(warmup_steps=-1), dict(value_clip=NAN)]
+)
 def test_a_critics_settings_without_meaning_are_refused(setting):
-    with pytest.raises(ValueError, match="--critic.learning-rate .* must be above 0, at least 0, above 0"):
+    with pytest.raises(
+        ValueError, match="--critic.learning-rate .* must be above 0, at least 0, above 0"
+    ):
         CriticConfig(**setting)

@@ -1,4 +1,6 @@
-"""Metrics: means that are right over ranks, times that add up, one record per step, and what a resumed run keeps."""
+"""Metrics: means that are right over ranks, times that add up, one record per step, and what a
+resumed run keeps.
+"""
 
 import json
 import math
@@ -24,7 +26,9 @@ def records(directory):
 
 
 def test_means_over_ranks_are_weighted_and_divided_once(tmp_path):
-    """verl#2995, trl#6369: a mean of per-rank means. 3 tokens of mean 1 and one of 2 are 1.25, not 1.5."""
+    """verl#2995, trl#6369: a mean of per-rank means. 3 tokens of mean 1 and one of 2 are 1.25, not
+    1.5.
+    """
 
     def on_a_rank():
         metrics = Metrics(tmp_path, QUIET, 1)
@@ -46,7 +50,9 @@ def test_means_over_ranks_are_weighted_and_divided_once(tmp_path):
 
 
 def test_an_evaluation_of_seven_prompts_on_two_ranks_is_a_mean_over_seven():
-    """prime-rl#2515: 4 prompts on one rank, 3 on the other; a single prompt, and none on the other rank."""
+    """prime-rl#2515: 4 prompts on one rank, 3 on the other; a single prompt, and none on the other
+    rank.
+    """
 
     def mean(shares):
         with tempfile.TemporaryDirectory() as directory:
@@ -64,7 +70,9 @@ def test_sums_maxima_and_minima_are_over_all_ranks(tmp_path):
         metrics = Metrics(tmp_path, QUIET, 1)
         for value in ([1.0, 5.0], [-2.0, 3.0])[dist.get_rank()]:
             metrics.add("sum", value, reduction="sum")
-            metrics.update({"diff_max": value, "diff_min": torch.tensor(value)}, weight=dist.get_rank())
+            metrics.update(
+                {"diff_max": value, "diff_min": torch.tensor(value)}, weight=dist.get_rank()
+            )
         return metrics.log(0)
 
     for record in run_ranks(2, on_a_rank):
@@ -75,7 +83,9 @@ def test_values_lose_their_graph_and_each_step_begins_empty(tmp_path):
     metrics = Metrics(tmp_path, QUIET, 2)
     loss = torch.tensor(2.0, requires_grad=True)
     metrics.add("loss", loss * 2, weight=3)
-    assert not any(isinstance(x, torch.Tensor) and x.requires_grad for x, _ in metrics._entries.values())
+    assert not any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x, _ in metrics._entries.values()
+    )
     assert metrics.log(0)["loss"] == 4.0
     assert "loss" not in metrics.log(1)
     assert [r["step"] for r in records(tmp_path)] == [0, 1]
@@ -83,14 +93,14 @@ def test_values_lose_their_graph_and_each_step_begins_empty(tmp_path):
 
 def test_host_memory_is_what_a_rank_holds_at_most(tmp_path):
     def on_a_rank(num_bytes):
-        held = torch.ones(num_bytes * dist.get_rank(), dtype=torch.uint8)    # written, hence resident
+        held = torch.ones(num_bytes * dist.get_rank(), dtype=torch.uint8)  # written, hence resident
         found = Metrics(tmp_path, QUIET, 1).log(0)["perf/host_memory_gb"]
         return found, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20 + 0 * len(held)
 
     (without, _), (same, _) = run_ranks(2, on_a_rank, 0)
     (found, _), (_, peak) = run_ranks(2, on_a_rank, 1 << 28)
     assert without == same and found - without == pytest.approx(0.25, abs=0.1)
-    assert found <= 1.1 * peak    # resident, not mapped
+    assert found <= 1.1 * peak  # resident, not mapped
 
 
 def test_cached_memory_is_what_torch_holds_less_what_tensors_use(tmp_path, monkeypatch):
@@ -123,8 +133,14 @@ def test_timers_are_exclusive_and_add_up_to_the_step(tmp_path):
             busy(0.03)
         record = metrics.log(step)
         wall = time.perf_counter() - start
-        phases = {name: s for name, s in record.items() if name.startswith("timing_s/") and name != "timing_s/step"}
-        assert phases.keys() == {f"timing_s/{name}" for name in ("rollout", "reward", "update", "other")}
+        phases = {
+            name: s
+            for name, s in record.items()
+            if name.startswith("timing_s/") and name != "timing_s/step"
+        }
+        assert phases.keys() == {
+            f"timing_s/{name}" for name in ("rollout", "reward", "update", "other")
+        }
         # Another process may take the core at any time: only a lower bound holds for each.
         lowest = {"rollout": 0.04, "reward": 0.06, "update": 0.03, "other": 0.02}
         assert all(record[f"timing_s/{name}"] >= s for name, s in lowest.items())
@@ -153,12 +169,18 @@ def test_times_are_means_over_ranks_and_still_add_up(tmp_path):
         return metrics.log(0)
 
     for record in run_ranks(2, on_a_rank):
-        assert (record["timing_s/save"], record["timing_s/other"], record["timing_s/step"]) == (3.0, 3.5, 6.5)
+        assert (record["timing_s/save"], record["timing_s/other"], record["timing_s/step"]) == (
+            3.0,
+            3.5,
+            6.5,
+        )
 
 
 def rollout(num_prompt, num_response, truncated=False):
     return SimpleNamespace(
-        prompt_ids=torch.zeros(num_prompt), response_ids=torch.zeros(num_response), truncated=truncated
+        prompt_ids=torch.zeros(num_prompt),
+        response_ids=torch.zeros(num_response),
+        truncated=truncated,
     )
 
 
@@ -182,7 +204,9 @@ def test_a_group_is_reported_as_it_was_sampled(tmp_path):
         "response_length/clip_ratio": 0.25,
     }
     assert {name: record[name] for name in expected} == expected
-    assert record["throughput/tokens_per_sec"] == pytest.approx((4 + 8 + 8 + 12) / record["timing_s/step"], rel=1e-3)
+    assert record["throughput/tokens_per_sec"] == pytest.approx(
+        (4 + 8 + 8 + 12) / record["timing_s/step"], rel=1e-3
+    )
     assert record["perf/tokens_per_sec_per_gpu"] == record["throughput/tokens_per_sec"]
 
 
@@ -191,10 +215,16 @@ def test_constant_rewards_are_reported_as_they_are_whatever_else_is_logged(tmp_p
     for _ in range(7):
         metrics.add_group("x", [0.25] * 3, [rollout(1, 5, truncated=True)] * 3)
     record = metrics.log(0)
-    assert (record["reward/mean"], record["reward/std"], record["reward/frac_zero_std"]) == (0.25, 0.0, 1.0)
+    assert (record["reward/mean"], record["reward/std"], record["reward/frac_zero_std"]) == (
+        0.25,
+        0.0,
+        1.0,
+    )
 
 
-def test_all_throughput_signals_are_in_every_record_null_where_there_is_nothing_to_measure(tmp_path):
+def test_all_throughput_signals_are_in_every_record_null_where_there_is_nothing_to_measure(
+    tmp_path,
+):
     metrics = Metrics(tmp_path, QUIET, 1)
     metrics.add_group("x", [0.0, 1.0], [rollout(1, 2)] * 2)
     with metrics.timer("rollout"):
@@ -202,10 +232,17 @@ def test_all_throughput_signals_are_in_every_record_null_where_there_is_nothing_
     record = metrics.log(0)
     for name in ("throughput/tokens_per_sec", "throughput/rollout_latency_ms"):
         assert record[name] >= 0
-    for name in ("memory/actor_gpu_util_pct", "memory/ref_gpu_util_pct", "communication/nccl_bw_gb"):
+    for name in (
+        "memory/actor_gpu_util_pct",
+        "memory/ref_gpu_util_pct",
+        "communication/nccl_bw_gb",
+    ):
         assert name in record
     if not torch.cuda.is_available():
-        assert record["memory/actor_gpu_util_pct"] is None and record["communication/nccl_bw_gb"] is None
+        assert (
+            record["memory/actor_gpu_util_pct"] is None
+            and record["communication/nccl_bw_gb"] is None
+        )
 
 
 def test_model_flops_are_6_per_parameter_and_token_and_6_per_layer_width_and_token_pair():
@@ -225,7 +262,9 @@ class Layout(torch.nn.Module):
         self.config = SimpleNamespace(get_text_config=lambda: text)
 
 
-def test_the_layout_gives_efficiency_and_utilisation_of_the_flops_over_all_ranks(tmp_path, monkeypatch):
+def test_the_layout_gives_efficiency_and_utilisation_of_the_flops_over_all_ranks(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(metrics_module, "peak_flops", lambda: 1e6)
     row = SimpleNamespace(tokens=torch.zeros(6), source=(0,))
     long = SimpleNamespace(tokens=torch.zeros(14), source=(1,))
@@ -257,7 +296,12 @@ def test_without_a_known_device_there_is_no_utilisation(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("device", "peak"),
-    [("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H20", 148e12), ("NVIDIA GeForce", None)],
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA GeForce", None),
+    ],
 )
 def test_the_peak_is_that_of_the_devices_datasheet(monkeypatch, device, peak):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -272,7 +316,9 @@ def test_the_effective_sample_size_is_a_quotient_of_global_means(tmp_path):
         stats = {"is_weight_mean": part.mean(), "is_square_mean": (part * part).mean()}
         metrics.update(stats, len(part), prefix="rollout_corr/")
     record = metrics.log(0)
-    assert record["rollout_corr/ess"] == pytest.approx((weights.mean() ** 2 / (weights**2).mean()).item(), rel=1e-6)
+    assert record["rollout_corr/ess"] == pytest.approx(
+        (weights.mean() ** 2 / (weights**2).mean()).item(), rel=1e-6
+    )
     assert "rollout_corr/is_square_mean" not in record
 
 
@@ -300,18 +346,26 @@ def test_a_resumed_run_drops_the_records_after_its_checkpoint_and_a_line_that_a_
 
 def group(text, response_ids, reward):
     prompt = SimpleNamespace(text=text, answer="42")
-    return SimpleNamespace(prompt=prompt, rollouts=[SimpleNamespace(response_ids=response_ids)], rewards=[reward])
+    return SimpleNamespace(
+        prompt=prompt, rollouts=[SimpleNamespace(response_ids=response_ids)], rewards=[reward]
+    )
 
 
-def test_the_first_samples_of_each_step_are_written_and_survive_a_resume_whatever_their_text(tmp_path):
+def test_the_first_samples_of_each_step_are_written_and_survive_a_resume_whatever_their_text(
+    tmp_path,
+):
     odd = "line\nseparator\u2028next\x85line } \u00e9"
     metrics = Metrics(tmp_path, LogConfig(samples_per_step=2), 3)
     for step in range(2):
         groups = [group(f"{odd}{i}", torch.tensor([i]), float(i)) for i in range(3)]
-        metrics.write_samples(step, groups, lambda ids: f"{odd}{ids.item()}", torch.tensor([[0.5], [1.5], [2.5]]))
+        metrics.write_samples(
+            step, groups, lambda ids: f"{odd}{ids.item()}", torch.tensor([[0.5], [1.5], [2.5]])
+        )
     before = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
     first = json.loads(before[0])
-    assert first == dict(step=0, prompt=odd + "0", response=odd + "0", answer="42", reward=0.0, advantage=0.5)
+    assert first == dict(
+        step=0, prompt=odd + "0", response=odd + "0", answer="42", reward=0.0, advantage=0.5
+    )
     assert [json.loads(line)["step"] for line in before] == [0, 0, 1, 1]
     Metrics(tmp_path, QUIET, 3, first_step=1)
     assert (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n")[:-1] == before[:2]
@@ -330,8 +384,12 @@ def init(**settings):
 """
 
 
-def test_wandb_gets_one_call_per_step_with_the_trainers_step_also_after_a_resume(tmp_path, monkeypatch):
-    """prime-rl#1516, wandb#10628: several calls per step, implicit counters, steps that are dropped in silence."""
+def test_wandb_gets_one_call_per_step_with_the_trainers_step_also_after_a_resume(
+    tmp_path, monkeypatch
+):
+    """prime-rl#1516, wandb#10628: several calls per step, implicit counters, steps that are dropped
+    in silence.
+    """
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "wandb.py").write_text(STUB)
     monkeypatch.syspath_prepend(tmp_path / "site")
@@ -350,12 +408,20 @@ def test_wandb_gets_one_call_per_step_with_the_trainers_step_also_after_a_resume
     settings, *calls = wandb.calls
     assert settings == dict(project="mine", name="run", config={"seed": 3})
     # The second run is a run of its own, so steps 5 and 6 are not below its last.
-    assert calls == [*enumerate(logged[:7]), settings, *zip(range(5, 9), logged[7:], strict=True), "finish"]
+    assert calls == [
+        *enumerate(logged[:7]),
+        settings,
+        *zip(range(5, 9), logged[7:], strict=True),
+        "finish",
+    ]
 
 
 def test_a_missing_wandb_is_refused_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(metrics_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="--log.wandb-project mine: needs wandb; install it with: pip install wandb"):
+    with pytest.raises(
+        ValueError,
+        match="--log.wandb-project mine: needs wandb; install it with: pip install wandb",
+    ):
         LogConfig(wandb_project="mine")
     LogConfig()
 
@@ -389,7 +455,9 @@ def test_alarms_are_raised_once_each(tmp_path, capsys):
     assert "entropy is down to 0.0010 nats" in entropy
     assert warnings(4, actor__entropy=0.001) == []
     flat, some = dict(reward__frac_zero_std=1.0), dict(reward__frac_zero_std=0.9)
-    assert [warnings(step, **x) for step, x in enumerate((flat, flat, some, flat, flat), 5)] == [[]] * 5
+    assert [warnings(step, **x) for step, x in enumerate((flat, flat, some, flat, flat), 5)] == [
+        []
+    ] * 5
     (spread,) = warnings(10, **flat)
     assert "no group had any spread for 3 steps" in spread
     assert warnings(11, **flat) == []
@@ -400,7 +468,10 @@ def test_the_console_has_a_line_per_step(tmp_path, capsys):
     metrics.update({"reward/mean": 0.5, "actor/entropy": 1.25, "actor/ppo_kl": 1e-4})
     metrics.log(2)
     line = capsys.readouterr().out
-    assert line.startswith("step    3/10  reward 0.500  entropy 1.250  kl 0.00010  ") and line.count("\n") == 1
+    assert (
+        line.startswith("step    3/10  reward 0.500  entropy 1.250  kl 0.00010  ")
+        and line.count("\n") == 1
+    )
     assert "left" in line
 
 
@@ -430,10 +501,16 @@ def test_numbers_that_are_not_finite_stay_visible(tmp_path):
     metrics = Metrics(tmp_path, QUIET, 1)
     metrics.update({"bad": float("nan"), "worse": math.inf})
     record = metrics.log(0)
-    assert math.isnan(record["bad"]) and math.isnan(records(tmp_path)[0]["bad"]) and record["worse"] == math.inf
+    assert (
+        math.isnan(record["bad"])
+        and math.isnan(records(tmp_path)[0]["bad"])
+        and record["worse"] == math.inf
+    )
 
 
-@pytest.mark.parametrize("setting", [dict(samples_per_step=-1), dict(plot_every=-1), dict(zero_std_alarm=0)])
+@pytest.mark.parametrize(
+    "setting", [dict(samples_per_step=-1), dict(plot_every=-1), dict(zero_std_alarm=0)]
+)
 def test_settings_without_meaning_are_refused(setting):
     (name,) = setting
     with pytest.raises(ValueError, match=f"--log.{name.replace('_', '-')}"):

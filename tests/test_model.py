@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny import KINDS, save_tiny
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -22,8 +22,21 @@ import attention as attention_file
 import model as model_file
 from attention import use_packed_attention
 from logprobs import token_logprobs, token_values, warm_up
-from model import ModelConfig, OptimConfig, copy_weights, find_model, learning_rate_at, load_critic, load_policy
-from model import load_shards, make_optimizer, memory_plan, optimizer_step, parameters_on_meta, shard
+from model import (
+    ModelConfig,
+    OptimConfig,
+    copy_weights,
+    find_model,
+    learning_rate_at,
+    load_critic,
+    load_policy,
+    load_shards,
+    make_optimizer,
+    memory_plan,
+    optimizer_step,
+    parameters_on_meta,
+    shard,
+)
 from packing import BatchConfig, pack, sequence
 
 
@@ -31,7 +44,9 @@ from packing import BatchConfig, pack, sequence
 def paths(tmp_path_factory):
     """{kind: directory}; "uneven" has tensors of 5 rows, which leave the last of 4 ranks with none."""
     made = {kind: save_tiny(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
-    return made | {"uneven": save_tiny(tmp_path_factory.mktemp("uneven"), "llama", intermediate_size=5)}
+    return made | {
+        "uneven": save_tiny(tmp_path_factory.mktemp("uneven"), "llama", intermediate_size=5)
+    }
 
 
 def load(path, trainable=True, **settings):
@@ -43,7 +58,9 @@ def load(path, trainable=True, **settings):
 
 def rows(*responses, capacity=16):
     """Rows with a prompt of three tokens before each response."""
-    return pack([sequence(torch.tensor([3, 4, 5]), torch.tensor(ids)) for ids in responses], capacity)
+    return pack(
+        [sequence(torch.tensor([3, 4, 5]), torch.tensor(ids)) for ids in responses], capacity
+    )
 
 
 def full(x):
@@ -78,25 +95,33 @@ def test_each_rank_holds_its_rows_of_the_checkpoint(paths, world_size):
             for name, p in policy.named_parameters():
                 assert torch.equal(p.full_tensor(), expected[name]), name
                 rows_of_first = math.ceil(len(p) / world_size)
-                assert len(p.to_local()) == max(0, min(rows_of_first, len(p) - rows_of_first * dist.get_rank()))
+                assert len(p.to_local()) == max(
+                    0, min(rows_of_first, len(p) - rows_of_first * dist.get_rank())
+                )
 
     run_ranks(world_size, job)
 
 
 def test_loading_takes_the_memory_of_a_rank_s_own_rows(tmp_path):
-    """huggingface/trl#7131, verl#7834: every rank loaded the whole checkpoint, 1437 GB of host memory in all.
-    103 MB of weights on 4 ranks: 26 MB of shards, and as much of the file's pages that were read."""
+    """huggingface/trl#7131, verl#7834: every rank loaded the whole checkpoint, 1437 GB of host
+    memory in all. 103 MB of weights on 4 ranks: 26 MB of shards, and as much of the file's pages
+    that were read.
+    """
     path = save_tiny(tmp_path, "llama", vocab_size=200_000)
 
     def resident_mb(field):
-        return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
+        return (
+            int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
+        )
 
     def job():
-        load(path)    # once before, for what the libraries themselves load
+        load(path)  # once before, for what the libraries themselves load
         before = resident_mb("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")    # sets the peak, VmHWM, to the present
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak, VmHWM, to the present
         again = load(path)
-        return resident_mb("VmHWM") - before, sum(p.to_local().nbytes for p in again.parameters()) / 1e6
+        return resident_mb("VmHWM") - before, sum(
+            p.to_local().nbytes for p in again.parameters()
+        ) / 1e6
 
     for peak, held in run_ranks(4, job):
         assert 25 < held < 27 and peak < 2.3 * held, peak
@@ -105,13 +130,17 @@ def test_loading_takes_the_memory_of_a_rank_s_own_rows(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("master_dtype", ["float32", "bfloat16"])
 def test_buffers_hold_their_values_whatever_was_in_memory(paths, kind, master_dtype, monkeypatch):
-    """huggingface/transformers#45902: rotary frequencies are in no checkpoint, and to_empty leaves what memory held.
-    verl#6365: with two rotary tables (gemma3), broadcasts in another order on each rank hung."""
+    """huggingface/transformers#45902: rotary frequencies are in no checkpoint, and to_empty leaves
+    what memory held. verl#6365: with two rotary tables (gemma3), broadcasts in another order on
+    each rank hung.
+    """
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(paths[kind], dtype=getattr(torch, master_dtype))
     expected = dict(plain.named_buffers())
-    assert all(buffer.dtype == torch.float32 for name, buffer in expected.items() if "inv_freq" in name)
+    assert all(
+        buffer.dtype == torch.float32 for name, buffer in expected.items() if "inv_freq" in name
+    )
 
     def job():
         empty_like = torch.empty_like
@@ -123,7 +152,9 @@ def test_buffers_hold_their_values_whatever_was_in_memory(paths, kind, master_dt
         monkeypatch.setattr(torch, "empty_like", nan_like)
         policy = load(paths[kind], master_dtype=master_dtype)
         for name, buffer in policy.named_buffers():
-            assert buffer.dtype == expected[name].dtype and torch.equal(buffer, expected[name]), name
+            assert buffer.dtype == expected[name].dtype and torch.equal(buffer, expected[name]), (
+                name
+            )
         assert all(p.to_local().isfinite().all() for p in policy.parameters())
 
     run_ranks(2, job)
@@ -146,7 +177,9 @@ def test_the_sharded_model_gives_the_log_probabilities_of_the_plain_one(paths, k
         for trainable in (True, False):
             [row] = rows(*responses)
             logprobs, _ = token_logprobs(load(paths[kind], trainable), row)
-            assert logprobs[row.fields["response_mask"]].tolist() == pytest.approx(expected, abs=1e-5)
+            assert logprobs[row.fields["response_mask"]].tolist() == pytest.approx(
+                expected, abs=1e-5
+            )
 
     run_ranks(2, job)
 
@@ -156,7 +189,9 @@ def bf16_policy(path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with parameters_on_meta():
-        plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
+        plain = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(path), dtype=torch.float32
+        )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     policy = shard(plain, mesh, ModelConfig(), torch.bfloat16)
     load_shards(policy, path)
@@ -165,24 +200,39 @@ def bf16_policy(path):
 
 
 def deep_model(path, kind):
-    """A directory with 8 random layers: of the tiny kinds, or post-norm (olmo2), or with a LayerNorm (phi)."""
+    """A directory with 8 random layers: of the tiny kinds, or post-norm (olmo2), or with a
+    LayerNorm (phi).
+    """
     from transformers import AutoModelForCausalLM, Olmo2Config, PhiConfig
 
     if kind in KINDS:
-        extra = dict(layer_types=["sliding_attention", "full_attention"] * 4) if kind == "gemma3" else {}
+        extra = (
+            dict(layer_types=["sliding_attention", "full_attention"] * 4)
+            if kind == "gemma3"
+            else {}
+        )
         return save_tiny(path, kind, num_hidden_layers=8, **extra)
     config = {"olmo2": Olmo2Config, "phi": PhiConfig}[kind]
-    sizes = dict(vocab_size=14, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4)
+    sizes = dict(
+        vocab_size=14,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(**sizes, pad_token_id=0, initializer_range=0.1))
     model.save_pretrained(path)
     return str(path)
 
 
-@pytest.mark.parametrize("kind, share", [("qwen2", 0.9), ("llama", 0.9), ("gemma3", 0.95), ("olmo2", 0.95), ("phi", 1)])
+@pytest.mark.parametrize(
+    "kind, share", [("qwen2", 0.9), ("llama", 0.9), ("gemma3", 0.95), ("olmo2", 0.95), ("phi", 1)]
+)
 def test_in_bf16_the_residual_stream_stays_in_fp32(tmp_path, monkeypatch, kind, share):
-    """Mean distance of the log-probabilities to those in fp32, as a share of what it is with a stream in bf16.
-    phi's LayerNorm takes no fp32 stream beside bf16 weights: there nothing changes."""
+    """Mean distance of the log-probabilities to those in fp32, as a share of what it is with a
+    stream in bf16. phi's LayerNorm takes no fp32 stream beside bf16 weights: there nothing changes.
+    """
     path = deep_model(tmp_path, kind)
 
     def outcome(policy):
@@ -210,15 +260,23 @@ def test_in_bf16_the_residual_stream_stays_in_fp32(tmp_path, monkeypatch, kind, 
 
 
 def dropping_configs():
-    """Three ways to drop out: modules (GPT-2), functions in the layers (OPT), within attention (Qwen2)."""
+    """Three ways to drop out: modules (GPT-2), functions in the layers (OPT), within attention
+    (Qwen2).
+    """
     from transformers import GPT2Config, OPTConfig, Qwen2Config
 
     sizes = dict(vocab_size=14, bos_token_id=None, eos_token_id=1, pad_token_id=0)
-    small = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64)
+    small = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64
+    )
     return [
-        GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, resid_pdrop=0.5, embd_pdrop=0.5, **sizes),
+        GPT2Config(
+            n_layer=2, n_embd=32, n_head=2, n_positions=64, resid_pdrop=0.5, embd_pdrop=0.5, **sizes
+        ),
         OPTConfig(ffn_dim=48, word_embed_proj_dim=32, dropout=0.5, layerdrop=0.5, **small, **sizes),
-        Qwen2Config(num_key_value_heads=2, intermediate_size=48, attention_dropout=0.5, **small, **sizes),
+        Qwen2Config(
+            num_key_value_heads=2, intermediate_size=48, attention_dropout=0.5, **small, **sizes
+        ),
     ]
 
 
@@ -249,15 +307,24 @@ def test_what_cannot_be_loaded_is_refused_by_name(tmp_path, paths, monkeypatch):
         raise LocalEntryNotFoundError("no connection\nand no cache")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ValueError, match=r"--model some/name: no such .* Hub \(no connection and no cache\)"):
+    with pytest.raises(
+        ValueError, match=r"--model some/name: no such .* Hub \(no connection and no cache\)"
+    ):
         find_model("some/name", 8, built_in=lambda: "")
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"--model .*/nowhere: no such directory, and not on the Hub"):
+    with pytest.raises(
+        ValueError, match=r"--model .*/nowhere: no such directory, and not on the Hub"
+    ):
         find_model(str(tmp_path / "nowhere"), 8, built_in=lambda: "")
-    with pytest.raises(ValueError, match=r"--model .*: has no config.json; give a Hugging Face model directory"):
+    with pytest.raises(
+        ValueError, match=r"--model .*: has no config.json; give a Hugging Face model directory"
+    ):
         find_model(str(tmp_path), 8, built_in=lambda: "")
     assert find_model(paths["qwen2"], 128, built_in=lambda: "") == paths["qwen2"]
-    with pytest.raises(ValueError, match="has 128 positions, --data.max-prompt-tokens .* want 129; lower one of them"):
+    with pytest.raises(
+        ValueError,
+        match="has 128 positions, --data.max-prompt-tokens .* want 129; lower one of them",
+    ):
         find_model(paths["qwen2"], 129, built_in=lambda: "")
     tensors = load_file(f"{paths['qwen2']}/model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
@@ -303,7 +370,9 @@ def test_the_memory_plan_counts_four_bytes_a_weight_four_times(paths):
     """fp32 weights, gradients and two moments: 16 bytes a parameter, over the ranks."""
     num = sum(x.numel() for x in load_file(f"{paths['qwen2']}/model.safetensors").values())
     plan = memory_plan(paths["qwen2"], 1, ModelConfig(), frozen_copies=0)
-    assert plan.startswith(f"{num / 1e6:.1f} M parameters on 1 ranks: weights {4 * num / 2**30:.2f}, gradients")
+    assert plan.startswith(
+        f"{num / 1e6:.1f} M parameters on 1 ranks: weights {4 * num / 2**30:.2f}, gradients"
+    )
 
 
 # Gradients
@@ -311,8 +380,9 @@ def test_the_memory_plan_counts_four_bytes_a_weight_four_times(paths):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_gradients_are_sums_over_rows_and_ranks_not_means(paths, world_size):
-    """meta-pytorch/torchtune#2172: FSDP's mean over ranks divided the learning rate by their number.
-    1e-5: fp32 sums in another order."""
+    """meta-pytorch/torchtune#2172: FSDP's mean over ranks divided the learning rate by their
+    number. 1e-5: fp32 sums in another order.
+    """
     responses = [[6, 7, 1], [8, 1], [9, 10, 11, 12, 13, 1], [13, 1]]
 
     def job():
@@ -331,7 +401,9 @@ def test_gradients_are_sums_over_rows_and_ranks_not_means(paths, world_size):
 
 
 def test_a_mechanism_that_saves_memory_or_communication_leaves_gradients_alone(paths, monkeypatch):
-    """huggingface/transformers#34645. Reduced after the last row alone means once for each unit (2 layers, root)."""
+    """huggingface/transformers#34645. Reduced after the last row alone means once for each unit (2
+    layers, root).
+    """
     responses = [6, 7, 1], [8, 1], [9, 10, 11, 12, 13, 1], [13, 1]
 
     def job():
@@ -345,13 +417,20 @@ def test_a_mechanism_that_saves_memory_or_communication_leaves_gradients_alone(p
             num_reductions += 1
             return reduce_scatter(*args, **options)
 
-        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):    # torch 2.13 has another name for it
+        for name in (
+            "reduce_scatter_tensor",
+            "reduce_scatter_single",
+        ):  # torch 2.13 has another name for it
             if reduce_scatter := getattr(dist, name, None):
                 monkeypatch.setattr(dist, name, counted)
         found["last row"] = gradients(load(paths["qwen2"]), all_rows, sync_at=3)
         monkeypatch.undo()
-        found["checkpointing"] = gradients(load(paths["qwen2"], activation_checkpointing=True), all_rows, sync_at=3)
-        found["keeping"] = gradients(load(paths["qwen2"], reshard_after_forward=False), all_rows, sync_at=3)
+        found["checkpointing"] = gradients(
+            load(paths["qwen2"], activation_checkpointing=True), all_rows, sync_at=3
+        )
+        found["keeping"] = gradients(
+            load(paths["qwen2"], reshard_after_forward=False), all_rows, sync_at=3
+        )
         return found, num_reductions
 
     for found, num_reductions in run_ranks(2, job):
@@ -372,7 +451,9 @@ def test_checkpointing_computes_the_layers_again(paths):
 
 
 def test_a_pass_without_gradients_leaves_no_whole_parameters_in_a_frozen_model(paths):
-    """pytorch/pytorch#114299: parameters that a forward has gathered stay gathered until a backward frees them."""
+    """pytorch/pytorch#114299: parameters that a forward has gathered stay gathered until a backward
+    frees them.
+    """
 
     def job():
         frozen = load(paths["qwen2"], trainable=False, reshard_after_forward=False)
@@ -384,7 +465,9 @@ def test_a_pass_without_gradients_leaves_no_whole_parameters_in_a_frozen_model(p
 
 
 def test_a_refreshed_reference_is_the_policy(paths):
-    """Also if both have just been used without a backward: then FSDP holds whole parameters in the shards' place."""
+    """Also if both have just been used without a backward: then FSDP holds whole parameters in the
+    shards' place.
+    """
 
     def job():
         policy, reference = load(paths["qwen2"]), load(paths["qwen2"], trainable=False)
@@ -412,7 +495,9 @@ def with_gradient(policy, value):
 
 
 def test_small_updates_add_up_in_fp32_and_vanish_in_bf16(paths):
-    """workofart/ml-by-hand#85: none of 768 weights moved in 100 steps. Here more than 99 % of all weights do."""
+    """workofart/ml-by-hand#85: none of 768 weights moved in 100 steps. Here more than 99 % of all
+    weights do.
+    """
 
     def job(master_dtype):
         policy = load(paths["qwen2"], master_dtype=master_dtype)
@@ -423,7 +508,11 @@ def test_small_updates_add_up_in_fp32_and_vanish_in_bf16(paths):
             optimizer_step(policy, optimizer, 1e-6, math.inf)
         after = [p.to_local() for p in policy.parameters()]
         moved = sum((a != b).sum().item() for a, b in zip(after, before, strict=True))
-        moments = {x.dtype for state in optimizer.state.values() for x in (state["exp_avg"], state["exp_avg_sq"])}
+        moments = {
+            x.dtype
+            for state in optimizer.state.values()
+            for x in (state["exp_avg"], state["exp_avg_sq"])
+        }
         return moved / sum(p.numel() for p in after), moments
 
     [(moved, moments)] = run_ranks(1, job, "float32")
@@ -434,15 +523,16 @@ def test_small_updates_add_up_in_fp32_and_vanish_in_bf16(paths):
 
 @pytest.mark.parametrize("norm", [1e-6, 3.0])
 def test_clipping_is_by_the_global_norm_alike_on_any_number_of_ranks(paths, norm):
-    """pytorch/pytorch#149768: an epsilon added on every rank made the factor depend on their number. SGD with rate 1
-    shows the clipped gradient."""
+    """pytorch/pytorch#149768: an epsilon added on every rank made the factor depend on their
+    number. SGD with rate 1 shows the clipped gradient.
+    """
 
     def job():
         policy = load(paths["uneven"])
         num = sum(p.numel() for p in policy.parameters())
         with_gradient(policy, norm / math.sqrt(num))
         for p in policy.parameters():
-            p.to_local().data.zero_()    # weights of 0.2 would swallow steps of 1e-9
+            p.to_local().data.zero_()  # weights of 0.2 would swallow steps of 1e-9
         found = optimizer_step(policy, torch.optim.SGD(policy.parameters(), lr=0.0), 1.0, norm / 4)
         assert all(p.grad is None for p in policy.parameters())
         return found, num, -policy.lm_head.weight.full_tensor().mean().item()
@@ -460,18 +550,24 @@ def test_a_gradient_that_is_not_finite_stops_before_any_weight_changes(paths):
         optimizer = make_optimizer(policy, OptimConfig(), 1e-3)
         before = [p.to_local().clone() for p in policy.parameters()]
         with_gradient(policy, 1.0)
-        if dist.get_rank() == 1:    # on one rank's shard alone; all ranks must stop
+        if dist.get_rank() == 1:  # on one rank's shard alone; all ranks must stop
             policy.model.norm.weight.grad.to_local()[0] = math.nan
-        with pytest.raises(FloatingPointError, match="norm of Qwen2ForCausalLM is nan: lower its learning rate"):
+        with pytest.raises(
+            FloatingPointError, match="norm of Qwen2ForCausalLM is nan: lower its learning rate"
+        ):
             optimizer_step(policy, optimizer, 1e-3, 1.0)
-        assert all(torch.equal(p.to_local(), old) for p, old in zip(policy.parameters(), before, strict=True))
+        assert all(
+            torch.equal(p.to_local(), old)
+            for p, old in zip(policy.parameters(), before, strict=True)
+        )
 
     run_ranks(2, job)
 
 
 def test_frozen_parameters_stay_and_cost_no_optimizer_state(paths):
-    """pytorch/pytorch#104690: mixed groups raised, or frozen weights moved. The embedding of a tied model: a root group
-    in which some parameters have gradients and one has none."""
+    """pytorch/pytorch#104690: mixed groups raised, or frozen weights moved. The embedding of a tied
+    model: a root group in which some parameters have gradients and one has none.
+    """
 
     def job():
         policy = load(paths["qwen2"])
@@ -480,7 +576,9 @@ def test_frozen_parameters_stay_and_cost_no_optimizer_state(paths):
         before = {name: p.to_local().clone() for name, p in policy.named_parameters()}
         token_logprobs(policy, rows([6, 7, 1])[0])[0].sum().backward()
         assert optimizer_step(policy, optimizer, 1e-3, 1.0) > 0
-        same = {name for name, p in policy.named_parameters() if torch.equal(p.to_local(), before[name])}
+        same = {
+            name for name, p in policy.named_parameters() if torch.equal(p.to_local(), before[name])
+        }
         assert same == {"model.embed_tokens.weight"}
         assert len(optimizer.state) == len(before) - 1
 
@@ -514,7 +612,9 @@ def test_the_learning_rate_rises_to_the_peak_and_falls_to_a_tenth_of_it():
 
 
 def test_bad_optimizer_settings_are_refused_with_their_values():
-    with pytest.raises(ValueError, match="--optim.max-grad-norm 0: above 0 .inf switches clipping off."):
+    with pytest.raises(
+        ValueError, match="--optim.max-grad-norm 0: above 0 .inf switches clipping off."
+    ):
         OptimConfig(max_grad_norm=0)
     with pytest.raises(ValueError, match="--optim.warmup-steps -1.*at least 0"):
         OptimConfig(warmup_steps=-1)
@@ -532,15 +632,24 @@ mesh = init_distributed(7, 300.0)
 
 
 def start(tmp_path, text, num_ranks=0):
-    """Seconds and result of a program that begins with init_distributed, under torchrun if num_ranks."""
+    """Seconds and result of a program that begins with init_distributed, under torchrun if
+    num_ranks.
+    """
     file = tmp_path / "program.py"
     file.write_text(START.format(root=str(Path(model_file.__file__).parent)) + text)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK")}
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK")
+    }
     began = time.monotonic()
     job = subprocess.run(
         [sys.executable, *(torchrun if num_ranks else []), str(file)],
-        capture_output=True, text=True, env=environment | {"OMP_NUM_THREADS": "1"}, timeout=100,
+        capture_output=True,
+        text=True,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        timeout=100,
     )
     return time.monotonic() - began, job
 
@@ -555,22 +664,34 @@ def test_a_program_without_torchrun_is_one_rank_and_takes_no_port(tmp_path):
 @pytest.mark.slow
 def test_an_error_on_one_rank_ends_the_job_soon_with_its_traceback(tmp_path):
     """prime-rl#2515: the other ranks waited for the watchdog, whose message hid the cause."""
-    seconds, job = start(tmp_path, "if dist.get_rank() == 1:\n    nonsense\ndist.barrier()\n", num_ranks=2)
-    assert job.returncode != 0 and seconds < 100, seconds    # the barrier's own limit is 300 s
-    assert "[rank 1] Traceback" in job.stderr and "NameError: name 'nonsense' is not defined" in job.stderr
+    seconds, job = start(
+        tmp_path, "if dist.get_rank() == 1:\n    nonsense\ndist.barrier()\n", num_ranks=2
+    )
+    assert job.returncode != 0 and seconds < 100, seconds  # the barrier's own limit is 300 s
+    assert (
+        "[rank 1] Traceback" in job.stderr
+        and "NameError: name 'nonsense' is not defined" in job.stderr
+    )
 
 
 # Compilation
 
 
 def kernel_attention(name):
-    """Attention that a compiler sees as one operation, as the kernel on a GPU is; it returns the queries."""
+    """Attention that a compiler sees as one operation, as the kernel on a GPU is; it returns the
+    queries.
+    """
+
     @torch.library.custom_op(f"handful_test::{name}", mutates_args=())
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
         return q.transpose(1, 2).contiguous().clone()
 
-    attend.register_fake(lambda q, k, v, cu_seqlens, longest: q.transpose(1, 2).contiguous().clone())
-    attend.register_autograd(lambda context, grad: (grad.transpose(1, 2).clone(), None, None, None, None))
+    attend.register_fake(
+        lambda q, k, v, cu_seqlens, longest: q.transpose(1, 2).contiguous().clone()
+    )
+    attend.register_autograd(
+        lambda context, grad: (grad.transpose(1, 2).clone(), None, None, None, None)
+    )
 
     def backend(query, key, value, scaling, window, cu_seqlens, longest):
         return attend(query, key, value, cu_seqlens, longest)
@@ -596,11 +717,15 @@ def test_after_a_warm_up_with_rows_of_all_sizes_no_other_row_compiles_anything(p
             use_packed_attention(model)
             warm_up(model, BatchConfig(tokens_per_row=16384).rows_of_all_sizes(60))
             assert all(p.grad is None for p in model.parameters())
-        assert all(torch.equal(before[name], p.full_tensor()) for name, p in policy.named_parameters())
+        assert all(
+            torch.equal(before[name], p.full_tensor()) for name, p in policy.named_parameters()
+        )
         compiled = counters["stats"]["unique_graphs"]
         empty = pack([], 16384, num_rows=1, like=sequence(torch.tensor([3]), torch.tensor([4])))
         several = [1], [7] * 90, list(range(1, 40)), [300], [3, 4], [59] * 16, [8] * 7, [300] * 54
-        for row in empty + [rows(*([3] * n for n in lengths), capacity=16384)[0] for lengths in several]:
+        for row in empty + [
+            rows(*([3] * n for n in lengths), capacity=16384)[0] for lengths in several
+        ]:
             token_logprobs(policy, row)[0].sum().backward()
             token_values(critic, row).sum().backward()
             with torch.no_grad():
@@ -611,6 +736,6 @@ def test_after_a_warm_up_with_rows_of_all_sizes_no_other_row_compiles_anything(p
 
     [(compiled, after)] = run_ranks(1, job, timeout_s=280)
     assert 3 <= compiled == after
-    assert not ModelConfig().compile    # on a CPU it takes longer than what it saves
+    assert not ModelConfig().compile  # on a CPU it takes longer than what it saves
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert ModelConfig().compile

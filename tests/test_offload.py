@@ -1,4 +1,6 @@
-"""Host memory: what waits there is gone from the device and comes back as it was; a run does not notice."""
+"""Host memory: what waits there is gone from the device and comes back as it was; a run does not
+notice.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,10 @@ def storage_bytes(owner) -> int:
         tensors = list(owner.parameters())
     else:
         tensors = [x for state in owner.state.values() for x in state.values() if x.ndim]
-    storages = {x.to_local().untyped_storage().data_ptr(): x.to_local().untyped_storage().nbytes() for x in tensors}
+    storages = {
+        x.to_local().untyped_storage().data_ptr(): x.to_local().untyped_storage().nbytes()
+        for x in tensors
+    }
     return sum(storages.values())
 
 
@@ -33,14 +38,20 @@ def learn(policy, optimizer, *, seed: int) -> None:
 
 
 def made(path):
-    policy = load_policy(path, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",)))
+    policy = load_policy(
+        path, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    )
     use_packed_attention(policy)
     return policy, make_optimizer(policy, OptimConfig(), 1e-2)
 
 
 @pytest.mark.parametrize("kind, world_size", [("qwen2", 1), ("llama", 2), ("gemma3", 3)])
-def test_what_waits_in_host_memory_has_no_storage_and_learns_as_if_it_had_stayed(tmp_path, kind, world_size):
-    """3 ranks do not divide the rows: shards are padded, and some ranks hold no row of the smallest tensors."""
+def test_what_waits_in_host_memory_has_no_storage_and_learns_as_if_it_had_stayed(
+    tmp_path, kind, world_size
+):
+    """3 ranks do not divide the rows: shards are padded, and some ranks hold no row of the smallest
+    tensors.
+    """
     path = save_tiny(tmp_path, kind)
 
     def job():
@@ -48,7 +59,9 @@ def test_what_waits_in_host_memory_has_no_storage_and_learns_as_if_it_had_stayed
         offload = Offload(True, *moved)
         for step in range(3):
             learn(*stayed, seed=step)
-            assert storage_bytes(moved[0]) == storage_bytes(moved[1]) == 0 < storage_bytes(stayed[1])
+            assert (
+                storage_bytes(moved[0]) == storage_bytes(moved[1]) == 0 < storage_bytes(stayed[1])
+            )
             with offload.present(*moved):
                 learn(*moved, seed=step)
         with offload.present(*moved):
@@ -56,7 +69,10 @@ def test_what_waits_in_host_memory_has_no_storage_and_learns_as_if_it_had_stayed
             for p, q in zip(stayed[0].parameters(), moved[0].parameters(), strict=True):
                 assert torch.equal(p.to_local(), q.to_local())
             for p, q in zip(stayed[1].state.values(), moved[1].state.values(), strict=True):
-                assert all(torch.equal(p[name].to_local(), q[name].to_local()) for name in ("exp_avg", "exp_avg_sq"))
+                assert all(
+                    torch.equal(p[name].to_local(), q[name].to_local())
+                    for name in ("exp_avg", "exp_avg_sq")
+                )
 
     run_ranks(world_size, job)
 
@@ -95,7 +111,11 @@ def test_nested_use_of_one_owner_is_an_error(tmp_path):
     def job():
         policy, _ = made(path)
         offload = Offload(True, policy)
-        with pytest.raises(AssertionError, match="nested"), offload.present(policy), offload.present(policy):
+        with (
+            pytest.raises(AssertionError, match="nested"),
+            offload.present(policy),
+            offload.present(policy),
+        ):
             pass
 
     run_ranks(1, job)
@@ -103,13 +123,22 @@ def test_nested_use_of_one_owner_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_with_offload_is_the_run_without(tiny, files, tmp_path, world_size):
-    """With a reference that is refreshed and a state that is saved and resumed: both touch what waits."""
+    """With a reference that is refreshed and a state that is saved and resumed: both touch what
+    waits.
+    """
     changes = dict(num_steps=4, loss=dict(kl_coef=0.1), refresh_every=2)
     plain = train(settings(tiny, files, tmp_path / "plain", **changes), world_size)
     changes |= dict(offload=True)
-    train(settings(tiny, files, tmp_path / "moved", **changes | dict(num_steps=2, run=dict(save_every=2))), world_size)
+    train(
+        settings(
+            tiny, files, tmp_path / "moved", **changes | dict(num_steps=2, run=dict(save_every=2))
+        ),
+        world_size,
+    )
     run = dict(save_every=2, resume=True)
     moved = train(settings(tiny, files, tmp_path / "moved", **changes | dict(run=run)), world_size)
     assert all(torch.equal(weights(moved)[name], x) for name, x in weights(plain).items())
     for name in ("actor/kl_loss", "actor/grad_norm", "reward/mean"):
-        assert [record[name] for record in records(moved)] == [record[name] for record in records(plain)]
+        assert [record[name] for record in records(moved)] == [
+            record[name] for record in records(plain)
+        ]

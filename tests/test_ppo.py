@@ -1,4 +1,6 @@
-"""PPO: critic and policy learn from the same rows; what a batch of rollouts fixes is computed once; refusals."""
+"""PPO: critic and policy learn from the same rows; what a batch of rollouts fixes is computed once;
+refusals.
+"""
 
 import functools
 import json
@@ -65,17 +67,23 @@ def test_a_value_belongs_to_the_state_before_its_token_and_neighbours_do_not_mat
     path = random_reward_model(tmp_path)
     ids = [torch.tensor([3, 4, 5, 6, 7, 8]), torch.tensor([9, 2, 3, 9, 1])]
     plain = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
-    expected = [plain.score(plain.model(x[None], use_cache=False).last_hidden_state)[0, :, 0] for x in ids]
+    expected = [
+        plain.score(plain.model(x[None], use_cache=False).last_hidden_state)[0, :, 0] for x in ids
+    ]
     packed = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
     use_packed_attention(packed)
     [row] = pack([sequence(ids[0][:2], ids[0][2:]), sequence(ids[1][:1], ids[1][1:])], 64)
     values = token_values(packed, row)
-    assert torch.allclose(values[2:6], expected[0][1:5], atol=1e-5)    # of the tokens at 2..5, from the states 1..4
+    assert torch.allclose(
+        values[2:6], expected[0][1:5], atol=1e-5
+    )  # of the tokens at 2..5, from the states 1..4
     assert torch.allclose(values[7:11], expected[1][0:4], atol=1e-5)
     assert values[[0, 1, 6]].abs().max() == 0
 
 
-def test_a_policys_checkpoint_gets_a_critic_of_zeros_and_a_reward_model_must_have_its_head(tiny, tmp_path):
+def test_a_policys_checkpoint_gets_a_critic_of_zeros_and_a_reward_model_must_have_its_head(
+    tiny, tmp_path
+):
     from torch.distributed.device_mesh import init_device_mesh
 
     from model import load_critic
@@ -91,7 +99,10 @@ def test_a_policys_checkpoint_gets_a_critic_of_zeros_and_a_reward_model_must_hav
             use_packed_attention(critic)
             found.append(token_values(critic, row))
             assert found[-1].requires_grad == trainable
-        with pytest.raises(ValueError, match="1 tensors of Qwen2ForSequenceClassification are missing: score.weight"):
+        with pytest.raises(
+            ValueError,
+            match="1 tensors of Qwen2ForSequenceClassification are missing: score.weight",
+        ):
             load_critic(tiny, mesh, trainable=False)
         return [x.detach() for x in found]
 
@@ -103,7 +114,7 @@ def test_explained_variance_is_1_for_the_returns_0_for_a_constant_and_less_for_w
     returns, mask = torch.tensor([1.0, 2.0, 4.0, 9.0]), torch.tensor([True, True, True, False])
     assert explained_variance(returns + 5, returns, mask) == pytest.approx(1.0)
     assert explained_variance(torch.zeros(4), returns, mask) == pytest.approx(0.0)
-    assert explained_variance(-returns, returns, mask) == pytest.approx(-3.0)    # 1 - 2^2
+    assert explained_variance(-returns, returns, mask) == pytest.approx(-3.0)  # 1 - 2^2
     assert math.isnan(explained_variance(returns, torch.ones(4), mask))
 
 
@@ -114,15 +125,24 @@ def test_with_values_equal_to_the_returns_advantages_and_the_policy_gradient_are
         [row] = pack([sequence(torch.tensor([3]), torch.tensor([4, 5, 1]), **fields)], 8)
         [[row]], _ = estimate([[row]], GaeConfig(gae_lambda=0.7, whiten=False), 0.0)
         logprobs = torch.full((4,), -1.0, requires_grad=True)
-        loss, _ = actor_loss(logprobs, torch.zeros(4), row, dict(tokens=3, sequences=1), LossConfig(), 8)
+        loss, _ = actor_loss(
+            logprobs, torch.zeros(4), row, dict(tokens=3, sequences=1), LossConfig(), 8
+        )
         loss.backward()
-        assert (logprobs.grad.abs().max() == 0) == is_zero == (row.fields["advantages"].abs().max() == 0)
+        assert (
+            (logprobs.grad.abs().max() == 0)
+            == is_zero
+            == (row.fields["advantages"].abs().max() == 0)
+        )
 
 
 def test_equal_returns_have_no_explained_variance_whatever_the_values():
     """A return of A + V would be 1 up to rounding, and the quotient of two roundings."""
     draw = torch.Generator().manual_seed(0)
-    fields = [dict(values=torch.randn(3, generator=draw), scores=1.0, rollout_logprobs=-1.0) for _ in range(9)]
+    fields = [
+        dict(values=torch.randn(3, generator=draw), scores=1.0, rollout_logprobs=-1.0)
+        for _ in range(9)
+    ]
     rows = pack([sequence(torch.tensor([3]), torch.tensor([4, 5, 1]), **f) for f in fields], 16)
     assert estimate([rows], GaeConfig(), 0.0)[1] == {}
 
@@ -131,7 +151,10 @@ def test_rows_estimate_like_one_row_and_the_batch_is_whitened_as_one():
     draw = torch.Generator().manual_seed(0)
     made = []
     for length in (1, 3, 7, 2, 5):
-        fields = {name: torch.randn(length, generator=draw) for name in ("values", "old_logprobs", "ref_logprobs")}
+        fields = {
+            name: torch.randn(length, generator=draw)
+            for name in ("values", "old_logprobs", "ref_logprobs")
+        }
         fields |= dict(scores=float(length % 3), rollout_logprobs=0.0)
         made.append(sequence(torch.tensor([3, 4]), torch.full((length,), 5), **fields))
     config = GaeConfig(gamma=0.9, gae_lambda=0.8)
@@ -143,7 +166,9 @@ def test_rows_estimate_like_one_row_and_the_batch_is_whitened_as_one():
         for row in rows:
             for k, source in enumerate(row.source):
                 part = slice(row.cu_seqlens[k], row.cu_seqlens[k + 1])
-                pieces[source] = torch.stack([row.fields[name][part] for name in ("advantages", "returns")])
+                pieces[source] = torch.stack(
+                    [row.fields[name][part] for name in ("advantages", "returns")]
+                )
         results.append((torch.cat([pieces[i] for i in range(5)], dim=1), stats))
     (one, one_stats), (several, several_stats) = results
     assert torch.allclose(one, several, atol=1e-6) and one_stats == pytest.approx(several_stats)
@@ -164,7 +189,9 @@ def test_the_adaptive_coefficient_reaches_its_target_from_both_sides():
     again = KlController(GaeConfig(kl_coef=1.0, kl_target=0.05))
     again.load_state_dict(penalty.state_dict())
     assert again.coef == penalty.coef
-    fixed = KlController(GaeConfig(kl_coef=0.7))    # of a resumed run with another flag: the flag counts
+    fixed = KlController(
+        GaeConfig(kl_coef=0.7)
+    )  # of a resumed run with another flag: the flag counts
     fixed.load_state_dict(penalty.state_dict())
     assert fixed.coef == 0.7
 
@@ -195,12 +222,18 @@ def test_the_run_steers_the_weight_of_the_penalty(tiny, files, tmp_path):
 
 
 def test_a_kl_penalty_in_the_reward_holds_the_policy_back(tiny, files, tmp_path):
-    # The KL term of 1e-9 is there so that the KL is measured in the run without the penalty as well.
-    changes = dict(num_steps=10, learning_rate=3e-3, loss=dict(kl_coef=1e-9), batch=dict(group_size=8))
+    # The KL term of 1e-9 is there so that the KL is measured in the run without the penalty as
+    # well.
+    changes = dict(
+        num_steps=10, learning_rate=3e-3, loss=dict(kl_coef=1e-9), batch=dict(group_size=8)
+    )
     free = records(train(job(tiny, files, tmp_path / "free", **changes)))
     held = records(train(job(tiny, files, tmp_path / "held", gae=dict(kl_coef=5.0), **changes)))
     assert held[-1]["actor/kl_loss"] < 0.5 * free[-1]["actor/kl_loss"]
-    assert held[-1]["actor/reward_kl_penalty_coeff"] == 5.0 and "actor/reward_kl_penalty" not in free[-1]
+    assert (
+        held[-1]["actor/reward_kl_penalty_coeff"] == 5.0
+        and "actor/reward_kl_penalty" not in free[-1]
+    )
 
 
 # The loop
@@ -209,11 +242,19 @@ def test_a_kl_penalty_in_the_reward_holds_the_policy_back(tiny, files, tmp_path)
 def test_weights_are_the_same_on_1_2_and_3_ranks(tiny, files, tmp_path):
     """Policy and critic over 2 minibatches x 2 epochs x 2 steps; 1e-5: fp32 sums in another order."""
     changes = dict(batch=dict(num_epochs=2), learning_rate=1e-3, critic=dict(learning_rate=1e-3))
-    runs = [train(job(tiny, files, tmp_path / str(n), **changes), n, HfEngine=Scripted) for n in (1, 2, 3)]
+    runs = [
+        train(job(tiny, files, tmp_path / str(n), **changes), n, HfEngine=Scripted)
+        for n in (1, 2, 3)
+    ]
     for run in runs[1:]:
         assert largest_difference(weights(run), weights(runs[0])) < 1e-5
         for found, expected in zip(records(run), records(runs[0]), strict=True):
-            for name in ("critic/vf_loss", "critic/vf_explained_var", "critic/grad_norm", "actor/pg_loss"):
+            for name in (
+                "critic/vf_loss",
+                "critic/vf_explained_var",
+                "critic/grad_norm",
+                "actor/pg_loss",
+            ):
                 assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
 
 
@@ -228,20 +269,27 @@ def test_the_critic_alone_learns_during_its_warm_up(tiny, files, tmp_path):
     assert [record.get("actor/lr") for record in records(together)] == [None, None, 0.5e-2]
 
 
-def test_critic_and_policy_have_their_own_rates_and_starts_and_evaluation_and_checks_run(tiny, files, tmp_path):
+def test_critic_and_policy_have_their_own_rates_and_starts_and_evaluation_and_checks_run(
+    tiny, files, tmp_path
+):
     def checked(*arguments, **options):
         verify_sync(*arguments, **options)
         with open(tmp_path / "checks", "a") as file:
             print("verified", file=file)
 
     start = random_reward_model(tmp_path / "start")
-    changes = dict(eval_paths=(str(files / "7.jsonl"),), eval_every=1, verify_sync=True, learning_rate=1e-3)
+    changes = dict(
+        eval_paths=(str(files / "7.jsonl"),), eval_every=1, verify_sync=True, learning_rate=1e-3
+    )
     changes |= dict(critic=dict(learning_rate=3e-3, path=start))
     found = records(train(job(tiny, files, tmp_path, **changes), verify_sync=checked))
     assert [(r["actor/lr"], r["critic/lr"]) for r in found] == [(1e-3, 3e-3)] * 2
     assert (tmp_path / "checks").read_text().split() == ["verified"] * 2
     # A head of zeros would give a variance of exactly 0.
-    assert all(0 <= r["eval/reward"] <= 1 for r in found) and abs(found[0]["critic/vf_explained_var"]) > 1e-3
+    assert (
+        all(0 <= r["eval/reward"] <= 1 for r in found)
+        and abs(found[0]["critic/vf_explained_var"]) > 1e-3
+    )
     assert all(r["timing_s/reward"] > 0 and r["timing_s/eval"] > 0 for r in found)
 
 
@@ -256,11 +304,15 @@ def test_a_batch_of_rollouts_serves_for_several_steps(tiny, files, tmp_path):
 
     run = train(job(tiny, files, tmp_path, num_steps=6, rollout_every=3), estimate=counted)
     assert [("timing_s/rollout" in r, "critic/vf_explained_var" in r) for r in records(run)] == [
-        (True, True), (False, False), (False, False)] * 2
+        (True, True),
+        (False, False),
+        (False, False),
+    ] * 2
     assert all(record["actor/grad_norm"] > 0 for record in records(run))
     assert len(calls.read_text().splitlines()) == 2
     assert {sample["step"] for sample in samples(run)} == {0, 3}
-    # The ratio is to the policy that sampled, so it has moved before the second step's first minibatch.
+    # The ratio is to the policy that sampled, so it has moved before the second step's first
+    # minibatch.
     assert records(run)[1]["actor/ppo_kl"] > records(run)[0]["actor/ppo_kl"] > 0
 
 
@@ -272,14 +324,21 @@ def test_four_steps_and_four_more_are_eight(tiny, files, tmp_path, world_size):
     whole = train(job(tiny, files, tmp_path / "whole", **changes), world_size)
     run = dict(save_every=4)
     train(job(tiny, files, tmp_path / "parts", **changes | dict(num_steps=4, run=run)), world_size)
-    parts = train(job(tiny, files, tmp_path / "parts", **changes | dict(run=run | dict(resume=True))), world_size)
+    parts = train(
+        job(tiny, files, tmp_path / "parts", **changes | dict(run=run | dict(resume=True))),
+        world_size,
+    )
     assert all(torch.equal(weights(parts)[name], x) for name, x in weights(whole).items())
     for name in ("step", "critic/vf_loss", "actor/reward_kl_penalty_coeff", "actor/grad_norm"):
-        assert [record.get(name) for record in records(parts)] == [record.get(name) for record in records(whole)]
+        assert [record.get(name) for record in records(parts)] == [
+            record.get(name) for record in records(whole)
+        ]
 
 
 def test_after_the_first_of_two_minibatches_the_ratio_has_moved(tiny, files, tmp_path):
-    """As in grpo.py: a ratio of the policy to itself is 1 by construction, and the clip would do nothing."""
+    """As in grpo.py: a ratio of the policy to itself is 1 by construction, and the clip would do
+    nothing.
+    """
 
     def watched(*arguments):
         loss, stats = actor_loss(*arguments)
@@ -293,7 +352,9 @@ def test_after_the_first_of_two_minibatches_the_ratio_has_moved(tiny, files, tmp
 
 
 def test_beyond_the_target_kl_the_policy_stops_and_the_critic_goes_on(tiny, files, tmp_path):
-    """Two steps of 2 minibatches x 2 epochs: 4 of the critic each, and of the policy the first, at a KL of 0."""
+    """Two steps of 2 minibatches x 2 epochs: 4 of the critic each, and of the policy the first, at
+    a KL of 0.
+    """
     taken = tmp_path / "steps"
 
     def counted(model, *rest):
@@ -301,7 +362,10 @@ def test_beyond_the_target_kl_the_policy_stops_and_the_critic_goes_on(tiny, file
             print("critic" if hasattr(model, "score") else "policy", file=file)
         return optimizer_step(model, *rest)
 
-    train(job(tiny, files, tmp_path, loss=dict(target_kl=1e-9), batch=dict(num_epochs=2)), optimizer_step=counted)
+    train(
+        job(tiny, files, tmp_path, loss=dict(target_kl=1e-9), batch=dict(num_epochs=2)),
+        optimizer_step=counted,
+    )
     steps = taken.read_text().split()
     assert (steps.count("critic"), steps.count("policy")) == (8, 2)
 
@@ -309,28 +373,46 @@ def test_beyond_the_target_kl_the_policy_stops_and_the_critic_goes_on(tiny, file
 def test_fewer_prompts_than_ranks_and_8_bit_gradients(tiny, files, tmp_path):
     """One of two ranks has no sample, and the critic's head [1, D] has no row on it."""
     reward_model = random_reward_model(tmp_path / "reward")
-    changes = dict(batch=dict(prompts_per_step=1, num_minibatches=1), reward_model_path=reward_model)
+    changes = dict(
+        batch=dict(prompts_per_step=1, num_minibatches=1), reward_model_path=reward_model
+    )
     run = train(job(tiny, files, tmp_path, quantize_gradients=True, **changes), 2)
     assert all(record["critic/grad_norm"] > 0 for record in records(run))
 
 
 @pytest.mark.parametrize("entry", [grpo, ppo])
-def test_rewards_that_are_no_numbers_are_counted_and_leave_the_weights_finite(tiny, files, tmp_path, entry):
-    """modelscope/ms-swift#8123: one None made all advantages NaN, and the run completed. Evaluation counts its own."""
+def test_rewards_that_are_no_numbers_are_counted_and_leave_the_weights_finite(
+    tiny, files, tmp_path, entry
+):
+    """modelscope/ms-swift#8123: one None made all advantages NaN, and the run completed. Evaluation
+    counts its own.
+    """
     changes = dict(eval_paths=(str(files / "7.jsonl"),), eval_every=1, learning_rate=1e-3)
     changes |= dict(reward=dict(functions=("broken",), max_error_frac=1.0))
     run = train(settings(tiny, files, tmp_path, entry=entry, **changes))
     assert all(x.isfinite().all() for x in weights(run).values())
-    assert all(record["actor/grad_norm"] > 0 and 0 < record["reward/error_frac"] < 1 for record in records(run))
-    assert all(0 < record["eval/error_frac"] < 1 and record["eval/timeout_frac"] == 0 for record in records(run))
+    assert all(
+        record["actor/grad_norm"] > 0 and 0 < record["reward/error_frac"] < 1
+        for record in records(run)
+    )
+    assert all(
+        0 < record["eval/error_frac"] < 1 and record["eval/timeout_frac"] == 0
+        for record in records(run)
+    )
 
 
 @pytest.mark.parametrize("entry", [grpo, ppo])
-def test_8_bit_gradients_make_another_run_but_not_a_very_different_one(tiny, files, tmp_path, entry):
-    """A switch that does nothing would give the same weights, one that breaks the sum very different ones."""
+def test_8_bit_gradients_make_another_run_but_not_a_very_different_one(
+    tiny, files, tmp_path, entry
+):
+    """A switch that does nothing would give the same weights, one that breaks the sum very
+    different ones.
+    """
     runs = []
     for switch in (False, True):
-        changes = dict(quantize_gradients=switch, learning_rate=1e-3, critic=dict(learning_rate=1e-3))
+        changes = dict(
+            quantize_gradients=switch, learning_rate=1e-3, critic=dict(learning_rate=1e-3)
+        )
         changes = changes if entry is ppo else {k: x for k, x in changes.items() if k != "critic"}
         args = settings(tiny, files, tmp_path / str(switch), entry=entry, **changes)
         runs.append(weights(train(args, 2, HfEngine=Scripted)))
@@ -340,12 +422,16 @@ def test_8_bit_gradients_make_another_run_but_not_a_very_different_one(tiny, fil
 def test_offload_changes_nothing(tiny, files, tmp_path):
     reward_model = random_reward_model(tmp_path / "reward")
     changes = dict(num_steps=3, gae=dict(kl_coef=0.1), reward_model_path=reward_model)
-    plain, moved = (train(job(tiny, files, tmp_path / str(x), offload=x, **changes)) for x in (False, True))
+    plain, moved = (
+        train(job(tiny, files, tmp_path / str(x), offload=x, **changes)) for x in (False, True)
+    )
     assert all(torch.equal(weights(moved)[name], x) for name, x in weights(plain).items())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_reward_model_scores_prompt_and_response_at_the_last_token(tiny, files, tmp_path, world_size):
+def test_a_reward_model_scores_prompt_and_response_at_the_last_token(
+    tiny, files, tmp_path, world_size
+):
     from transformers import AutoModelForSequenceClassification
 
     reward_model = random_reward_model(tmp_path / "reward", seed=3)
@@ -364,34 +450,52 @@ def test_a_reward_model_scores_prompt_and_response_at_the_last_token(tiny, files
 
 @pytest.mark.slow
 def test_the_critic_learns_to_expect_the_return_of_a_fixed_policy(tiny, files, tmp_path):
-    """Explained variance of at least 0.5 against Monte-Carlo returns; the policy never moves. The first token decides
-    the reward, so that four of five values can know it, and the first cannot."""
+    """Explained variance of at least 0.5 against Monte-Carlo returns; the policy never moves. The
+    first token decides the reward, so that four of five values can know it, and the first cannot.
+    """
     changes = dict(
-        num_steps=80, optim=dict(decay="linear"), reward=dict(functions=("low",)), gae=dict(gae_lambda=1.0),
+        num_steps=80,
+        optim=dict(decay="linear"),
+        reward=dict(functions=("low",)),
+        gae=dict(gae_lambda=1.0),
         critic=dict(warmup_steps=80, learning_rate=3e-3, value_clip=math.inf),
         batch=dict(prompts_per_step=16, group_size=8, num_epochs=4),
     )
-    found = [r["critic/vf_explained_var"] for r in records(train(job(tiny, files, tmp_path, **changes)))]
+    found = [
+        r["critic/vf_explained_var"] for r in records(train(job(tiny, files, tmp_path, **changes)))
+    ]
     assert found[0] == pytest.approx(0.0, abs=1e-6) and sum(found[-10:]) / 10 >= 0.5
 
 
 # Bad input
 
 
-@pytest.mark.parametrize("flags, parts", [
-    ("--rollout-every 0", ["--rollout-every 0", "at least 1"]),
-    ("--rollout-every 3 --eval-every 4", ["--eval-every 4", "multiple of --rollout-every 3", "try 3"]),
-    ("--rollout-every 3 --eval-every -3", ["--eval-every -3", "multiple of --rollout-every 3"]),
-    ("--rollout-every 3 --eval-every 0 --save-every 4", ["--save-every 4", "multiple of --rollout-every 3", "try 3"]),
-    ("--rollout-every 7 --num-steps 15 --eval-every 0", ["--num-steps 15", "multiple of --rollout-every 7", "try 14"]),
-    ("--critic.learning-rate 0", ["--critic.learning-rate 0.0", "above 0", "1e-5"]),
-    ("--gae.gamma 1.5", ["--gae.gamma 1.5", "[0, 1]"]),
-    ("--gae.kl-target 0.1", ["--gae.kl-target 0.1", "coefficient"]),
-    ("--group-size 0", ["--group-size 0", "at least 1"]),
-    ("--tokens-per-row 15", ["--tokens-per-row 15", "at least 16"]),
-    ("--data x.jsonl", ["--data x.jsonl", "with a --model of your own"]),
-    ("--eval-data x.jsonl", ["--eval-data x.jsonl", "with --data of your own"]),
-])
+@pytest.mark.parametrize(
+    "flags, parts",
+    [
+        ("--rollout-every 0", ["--rollout-every 0", "at least 1"]),
+        (
+            "--rollout-every 3 --eval-every 4",
+            ["--eval-every 4", "multiple of --rollout-every 3", "try 3"],
+        ),
+        ("--rollout-every 3 --eval-every -3", ["--eval-every -3", "multiple of --rollout-every 3"]),
+        (
+            "--rollout-every 3 --eval-every 0 --save-every 4",
+            ["--save-every 4", "multiple of --rollout-every 3", "try 3"],
+        ),
+        (
+            "--rollout-every 7 --num-steps 15 --eval-every 0",
+            ["--num-steps 15", "multiple of --rollout-every 7", "try 14"],
+        ),
+        ("--critic.learning-rate 0", ["--critic.learning-rate 0.0", "above 0", "1e-5"]),
+        ("--gae.gamma 1.5", ["--gae.gamma 1.5", "[0, 1]"]),
+        ("--gae.kl-target 0.1", ["--gae.kl-target 0.1", "coefficient"]),
+        ("--group-size 0", ["--group-size 0", "at least 1"]),
+        ("--tokens-per-row 15", ["--tokens-per-row 15", "at least 16"]),
+        ("--data x.jsonl", ["--data x.jsonl", "with a --model of your own"]),
+        ("--eval-data x.jsonl", ["--eval-data x.jsonl", "with --data of your own"]),
+    ],
+)
 def test_a_bad_setting_is_refused_in_a_line(monkeypatch, capfd, flags, parts):
     monkeypatch.setattr(sys, "argv", ["ppo.py", *flags.split()])
     with pytest.raises(SystemExit) as stop:
@@ -413,12 +517,18 @@ def test_a_reward_model_with_other_tokens_or_none_is_refused(tiny, files, tmp_pa
             train(job(tiny, files, tmp_path, reward_model_path=reward_model))
 
 
-def test_the_built_in_run_has_hard_prompts_unless_the_built_in_reward_model_scores(tmp_path, monkeypatch, tiny):
+def test_the_built_in_run_has_hard_prompts_unless_the_built_in_reward_model_scores(
+    tmp_path, monkeypatch, tiny
+):
     reward_model = random_reward_model(tmp_path / "reward")
     monkeypatch.setattr(addition, "cached_model", lambda seed, reward_model=False: tiny)
 
     def sources(**changes):
-        base = addition.PPO_SETTINGS | dict(run=dict(output_dir=str(tmp_path / str(len(changes))))) | changes
+        base = (
+            addition.PPO_SETTINGS
+            | dict(run=dict(output_dir=str(tmp_path / str(len(changes)))))
+            | changes
+        )
         stream = ppo.prepare(from_json(ppo.Args(), base))[4]
         return {prompt.source for dataset in stream.datasets for prompt in dataset}
 
@@ -435,25 +545,33 @@ def test_the_built_in_reward_model_learns_from_answers_that_are_wrong(tiny, way)
     torch.manual_seed(0)
     for _ in range(4):
         wrong = addition.wrong_answers(policy, right, way)
-        assert torch.equal(wrong[:, :6], right[:, :6])    # the same problem
+        assert torch.equal(wrong[:, :6], right[:, :6])  # the same problem
         shared = min(right.shape[1], wrong.shape[1])
         assert wrong.shape[1] != 10 or (wrong != right).any(1).all()
         assert wrong.shape[1] == 10 or (wrong[:, :shared] != right[:, :shared]).any(1).all()
 
 
 @pytest.mark.slow
-def test_the_built_in_models_are_the_same_bytes_for_the_same_seed_and_the_judge_learns(tmp_path, monkeypatch):
-    """Few steps of the judge, from a model that adds half-well: more than a coin's share of the pairs."""
+def test_the_built_in_models_are_the_same_bytes_for_the_same_seed_and_the_judge_learns(
+    tmp_path, monkeypatch
+):
+    """Few steps of the judge, from a model that adds half-well: more than a coin's share of the
+    pairs.
+    """
     shorter = functools.partial(addition.warm_start, target=(0.7, 1.0))
     for number in ("1", "2"):
         addition.make_model(tmp_path / number, seed=3)
         with monkeypatch.context() as patch:
-            patch.setattr(addition, "warm_start", lambda model, tokenizer, **_: shorter(model, tokenizer))
+            patch.setattr(
+                addition, "warm_start", lambda model, tokenizer, **_: shorter(model, tokenizer)
+            )
             patch.setattr(addition, "PREFERENCE_STEPS", 100)
             patch.setattr(addition, "TARGET_PAIRS", 0.6)
             addition.make_reward_model(tmp_path / f"judge{number}", 3, str(tmp_path / number))
     for kind in ("", "judge"):
-        first, second = ((tmp_path / f"{kind}{number}" / "model.safetensors").read_bytes() for number in "12")
+        first, second = (
+            (tmp_path / f"{kind}{number}" / "model.safetensors").read_bytes() for number in "12"
+        )
         assert first == second
     monkeypatch.setattr(addition, "PREFERENCE_STEPS", 100)
     monkeypatch.setattr(addition, "TARGET_PAIRS", 1.01)
@@ -466,10 +584,16 @@ def test_the_built_in_models_are_the_same_bytes_for_the_same_seed_and_the_judge_
 def test_the_built_in_prompts_ask_for_the_sum_of_their_answer():
     """Those of three digits are left out for the built-in reward model."""
     sets = addition.training_sets(hard=True)
-    assert {name: len(rows) for name, rows in sets.items()} == {"addition": 9744, "hard_addition": 320}
+    assert {name: len(rows) for name, rows in sets.items()} == {
+        "addition": 9744,
+        "hard_addition": 320,
+    }
     for row in sum(sets.values(), addition.problems(held_out=True)):
         a, b = row["prompt"].removesuffix("=").split("+")
-        assert int(a) + int(b) == int(row["answer"]) and len(row["answer"]) == len(a) + 1 == len(b) + 1 < 6
+        assert (
+            int(a) + int(b) == int(row["answer"])
+            and len(row["answer"]) == len(a) + 1 == len(b) + 1 < 6
+        )
     assert list(addition.training_sets(hard=False)) == ["addition"]
 
 

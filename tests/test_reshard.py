@@ -24,7 +24,9 @@ from reshard import iter_full_params, sync_weights, verify_sync
 def paths(tmp_path_factory):
     """{kind: directory}; "uneven" has tensors of 5 rows, which leave the last of 4 ranks with none."""
     made = {kind: save_tiny(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
-    return made | {"uneven": save_tiny(tmp_path_factory.mktemp("uneven"), "llama", intermediate_size=5)}
+    return made | {
+        "uneven": save_tiny(tmp_path_factory.mktemp("uneven"), "llama", intermediate_size=5)
+    }
 
 
 def load(path, **settings):
@@ -45,12 +47,20 @@ def test_every_tensor_of_the_checkpoint_comes_out_once_and_exact(paths, world_si
         for path in paths.values():
             expected = load_file(f"{path}/model.safetensors")
             policy = load(path)
-            for bucket_bytes in (1, 4 * 30_000, 1 << 29):    # a tensor a bucket, some tensors a bucket, one bucket
-                buckets = list(iter_full_params(policy, dtype=torch.float32, bucket_bytes=bucket_bytes))
+            for bucket_bytes in (
+                1,
+                4 * 30_000,
+                1 << 29,
+            ):  # a tensor a bucket, some tensors a bucket, one bucket
+                buckets = list(
+                    iter_full_params(policy, dtype=torch.float32, bucket_bytes=bucket_bytes)
+                )
                 names = [name for bucket in buckets for name, _ in bucket]
-                assert sorted(names) == sorted(expected)    # a tied head is no tensor of its own
+                assert sorted(names) == sorted(expected)  # a tied head is no tensor of its own
                 assert bucket_bytes > 1 or len(buckets) == len(names)
-                assert all(torch.equal(p, expected[name]) for bucket in buckets for name, p in bucket)
+                assert all(
+                    torch.equal(p, expected[name]) for bucket in buckets for name, p in bucket
+                )
 
     run_ranks(world_size, job)
 
@@ -92,7 +102,9 @@ def test_compiled_layers_keep_their_names(paths):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_forward_without_backward_before_the_sync_changes_nothing(paths, world_size):
-    """FSDP keeps the root gathered for a backward that never comes; then the module holds no shards."""
+    """FSDP keeps the root gathered for a backward that never comes; then the module holds no
+    shards.
+    """
 
     def job():
         policy = load(paths["qwen2"])
@@ -101,13 +113,17 @@ def test_a_forward_without_backward_before_the_sync_changes_nothing(paths, world
         with torch.no_grad():
             token_logprobs(policy, row)
         after = full(policy, bucket_bytes=4 * 4 * 20_000)
-        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+        assert before.keys() == after.keys() and all(
+            torch.equal(before[name], after[name]) for name in before
+        )
 
     run_ranks(world_size, job)
 
 
 def test_a_rank_that_is_slow_between_buckets_holds_the_others_up_and_no_more(paths):
-    """huggingface/trl#7103: ranks ran ahead into the next gather while rank 0 was busy with another communicator."""
+    """huggingface/trl#7103: ranks ran ahead into the next gather while rank 0 was busy with another
+    communicator.
+    """
 
     def job():
         policy = load(paths["llama"])
@@ -116,7 +132,9 @@ def test_a_rank_that_is_slow_between_buckets_holds_the_others_up_and_no_more(pat
             order.append(bucket[0][0])
             if dist.get_rank() == 0:
                 time.sleep(0.01)
-            dist.all_reduce(torch.zeros(1))    # between two gathers, as an engine of several ranks has
+            dist.all_reduce(
+                torch.zeros(1)
+            )  # between two gathers, as an engine of several ranks has
         return order
 
     orders = run_ranks(4, job)
@@ -131,8 +149,12 @@ def live_bytes():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("vocab_size", [14, 3000])
-def test_the_peak_of_extra_memory_is_the_bucket_and_the_largest_tensor(tmp_path, monkeypatch, world_size, vocab_size):
-    """Looked at when most is alive: after a cut into full tensors, the consumer still holding the bucket before."""
+def test_the_peak_of_extra_memory_is_the_bucket_and_the_largest_tensor(
+    tmp_path, monkeypatch, world_size, vocab_size
+):
+    """Looked at when most is alive: after a cut into full tensors, the consumer still holding the
+    bucket before.
+    """
     path = save_tiny(tmp_path, "llama", vocab_size=vocab_size, num_hidden_layers=8)
     bucket_bytes = 1 << 17
 
@@ -145,7 +167,9 @@ def test_the_peak_of_extra_memory_is_the_bucket_and_the_largest_tensor(tmp_path,
         def watched(*gather):
             nonlocal peak
             result = finish(*gather)
-            for _ in range(50):    # gloo's thread lets go of a finished gather's buffer a moment later
+            for _ in range(
+                50
+            ):  # gloo's thread lets go of a finished gather's buffer a moment later
                 if live_bytes() > bucket_bytes + largest:
                     time.sleep(0.01)
             peak = max(peak, live_bytes())
@@ -163,7 +187,9 @@ def test_the_peak_of_extra_memory_is_the_bucket_and_the_largest_tensor(tmp_path,
 
 
 def test_what_a_rank_sends_is_its_shard_in_the_samplers_type(paths, monkeypatch):
-    """(W - 1) / W of a bf16 model arrive: each rank sends 2 bytes per parameter of its shard, padding apart."""
+    """(W - 1) / W of a bf16 model arrive: each rank sends 2 bytes per parameter of its shard,
+    padding apart.
+    """
 
     def job():
         policy = load(paths["qwen2"])
@@ -188,7 +214,9 @@ class Recorder:
         self.model = torch.nn.ParameterDict()
         self.misses = misses
         for name, p in full(policy).items():
-            self.model[name.replace(".", "/")] = torch.nn.Parameter(torch.zeros_like(p), requires_grad=False)
+            self.model[name.replace(".", "/")] = torch.nn.Parameter(
+                torch.zeros_like(p), requires_grad=False
+            )
 
     def load_weights(self, buckets):
         num_bytes = 0
@@ -211,10 +239,12 @@ def test_verify_sync_passes_after_a_sync_and_names_what_differs_without_one(path
         assert sync_weights(policy, engine, **options) == 4 * num_parameters
         verify_sync(policy, engine, **options)
         with torch.no_grad():
-            policy.model.layers[1].mlp.up_proj.weight.to_local()[0, 0] += 1e-6    # one weight of one shard
+            policy.model.layers[1].mlp.up_proj.weight.to_local()[0, 0] += (
+                1e-6  # one weight of one shard
+            )
         with pytest.raises(RuntimeError, match=r"1 of 26 .*layers/1/mlp/up_proj"):
             verify_sync(policy, engine, **options)
-        verify_sync(policy, engine, **options)    # it has loaded them
+        verify_sync(policy, engine, **options)  # it has loaded them
         deaf = Recorder(policy, misses=("model.norm.weight",))
         sync_weights(policy, deaf, **options)
         with pytest.raises(RuntimeError, match=r"1 of 26 .*model/norm/weight"):
@@ -243,7 +273,9 @@ def test_the_next_bucket_is_on_its_way_while_the_consumer_loads_this_one(paths, 
     def job():
         events = []
         start = reshard._start_gather
-        monkeypatch.setattr(reshard, "_start_gather", lambda *x: (events.append("start"), start(*x))[1])
+        monkeypatch.setattr(
+            reshard, "_start_gather", lambda *x: (events.append("start"), start(*x))[1]
+        )
         for _ in iter_full_params(load(paths["qwen2"]), dtype=torch.float32, bucket_bytes=1 << 14):
             events.append("load")
         num_buckets = events.count("load")
@@ -254,7 +286,9 @@ def test_the_next_bucket_is_on_its_way_while_the_consumer_loads_this_one(paths, 
 
 
 def test_syncing_a_hundred_times_leaves_the_trainers_weights_alone(paths):
-    """huggingface/trl#6688: merging into the weights and out again moved them by 67 % after 1000 times."""
+    """huggingface/trl#6688: merging into the weights and out again moved them by 67 % after 1000
+    times.
+    """
 
     def job():
         policy = load(paths["qwen2"])
@@ -262,6 +296,9 @@ def test_syncing_a_hundred_times_leaves_the_trainers_weights_alone(paths):
         engine = Recorder(policy)
         for _ in range(100):
             sync_weights(policy, engine, dtype=torch.bfloat16)
-        assert all(torch.equal(p.to_local(), old) for p, old in zip(policy.parameters(), before, strict=True))
+        assert all(
+            torch.equal(p.to_local(), old)
+            for p, old in zip(policy.parameters(), before, strict=True)
+        )
 
     run_ranks(2, job)

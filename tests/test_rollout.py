@@ -1,7 +1,8 @@
-"""Both engines: they sample from the trainer's weights, report what they sampled from, and refuse the rest.
+"""Both engines: they sample from the trainer's weights, report what they sampled from, and refuse
+the rest.
 
-vLLM runs for real, on CPU, in ranks that stay alive for this file (see lab.py): one rank, two ranks with an engine
-each, two ranks that share one.
+vLLM runs for real, on CPU, in ranks that stay alive for this file (see lab.py): one rank, two ranks
+with an engine each, two ranks that share one.
 """
 
 import contextlib
@@ -24,15 +25,19 @@ from packing import pack, sequence
 from reshard import iter_full_params, sync_weights, verify_sync
 from rollout import HfEngine, RolloutConfig, VllmEngine
 
-EOS, ALSO_STOPS = 1, 12    # of the tiny models' vocabulary of 14
+EOS, ALSO_STOPS = 1, 12  # of the tiny models' vocabulary of 14
 LIMIT = 12
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10], [11], [4, 4, 4, 4]]
 FP32 = dict(dtype=torch.float32)
 
 
 def differences(policy, rollouts, temperature=1.0):
-    """The trainer's log-probabilities less those that the engine reports, at all response tokens: [R]."""
-    row = pack([sequence(r.prompt_ids, r.response_ids, reported=r.logprobs) for r in rollouts], 1 << 20)[0]
+    """The trainer's log-probabilities less those that the engine reports, at all response tokens:
+    [R].
+    """
+    row = pack(
+        [sequence(r.prompt_ids, r.response_ids, reported=r.logprobs) for r in rollouts], 1 << 20
+    )[0]
     with torch.no_grad():
         logprobs, _ = token_logprobs(policy, row, temperature=temperature)
     return (logprobs - row.fields["reported"])[row.fields["response_mask"]]
@@ -47,7 +52,9 @@ class Kept:
         kind = "vllm" if make is VllmEngine else "hf"
         # Fewer at a time than the tests ask for, and prompts in chunks.
         small = dict(max_num_seqs=16, max_num_batched_tokens=64) if kind == "vllm" else {}
-        config = RolloutConfig(kind, LIMIT, temperature=0.7, tensor_parallel_size=tensor_parallel_size, **small)
+        config = RolloutConfig(
+            kind, LIMIT, temperature=0.7, tensor_parallel_size=tensor_parallel_size, **small
+        )
         sizes = dict(max_prompt_tokens=256, num_samples=num_samples, stop_ids=[EOS, ALSO_STOPS])
         self.policies = {name: load_policy(path, mesh) for name, path in paths.items()}
         self.engines = {name: make(path, config, **sizes) for name, path in paths.items()}
@@ -56,31 +63,47 @@ class Kept:
 
     @contextlib.contextmanager
     def ready(self, kind="qwen2", sync=True, **settings):
-        """The engine of that kind, with the policy's weights and with these settings of its configuration."""
+        """The engine of that kind, with the policy's weights and with these settings of its
+        configuration.
+        """
         engine = self.engines[kind]
         config, engine.config = engine.config, replace(engine.config, **settings)
         with engine.awake():
             if sync:
                 sync_weights(self.policies[kind], engine, **FP32)
             else:
-                engine.state = "ready"    # as on CPU, where nothing is lost in between
+                engine.state = "ready"  # as on CPU, where nothing is lost in between
             yield engine
         engine.config = config
 
-    def sample(self, prompts=PROMPTS, num_samples=8, *, kind="qwen2", sync=True, ignore_eos=False, seed=0, **options):
+    def sample(
+        self,
+        prompts=PROMPTS,
+        num_samples=8,
+        *,
+        kind="qwen2",
+        sync=True,
+        ignore_eos=False,
+        seed=0,
+        **options,
+    ):
         """Rollouts of the engine of that kind."""
         with self.ready(kind, sync, ignore_eos=ignore_eos) as engine:
             return engine.generate(prompts, num_samples, seed=seed, **options)
 
     def move(self, kind, seed):
-        """Change all weights of the policy by 1 %, alike on any number of ranks up to the noise itself."""
+        """Change all weights of the policy by 1 %, alike on any number of ranks up to the noise
+        itself.
+        """
         generator = torch.Generator().manual_seed(seed + 1000 * dist.get_rank())
         for p in self.policies[kind].parameters():
             local = p.to_local().data
             local.mul_(1 + 0.01 * torch.randn(local.shape, generator=generator))
 
     def gap(self, rollouts, kind="qwen2", temperature=0.7):
-        """Largest difference between the log-probabilities that the engine reports and the trainer's."""
+        """Largest difference between the log-probabilities that the engine reports and the
+        trainer's.
+        """
         return differences(self.policies[kind], rollouts, temperature).abs().max().item()
 
 
@@ -150,8 +173,10 @@ def assert_only_a_sync_closes_the_gap(results):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_each_update_the_engine_reports_the_trainers_log_probabilities(one_rank, kind):
-    """Tied and untied heads, at temperature 0.7, in fp32: 1e-4. vllm#51665: a second copy of a tied head kept the old
-    values; huggingface/trl#4159: vLLM's default log-probabilities are those before the temperature."""
+    """Tied and untied heads, at temperature 0.7, in fp32: 1e-4. vllm#51665: a second copy of a tied
+    head kept the old values; huggingface/trl#4159: vLLM's default log-probabilities are those
+    before the temperature.
+    """
     assert_only_a_sync_closes_the_gap(one_rank(gaps_over_updates, kind))
 
 
@@ -179,8 +204,10 @@ def test_any_temperature_means_the_same_to_engine_and_trainer(each_engine, tempe
 
 
 def test_samples_are_drawn_from_the_tempered_distribution(each_engine):
-    """First tokens of 3,000 samples against the exact distribution: chi-squared of 13 degrees of freedom exceeds 34.5
-    once in 1,000 times, and the seed is fixed. At the wrong temperature it is some hundreds."""
+    """First tokens of 3,000 samples against the exact distribution: chi-squared of 13 degrees of
+    freedom exceeds 34.5 once in 1,000 times, and the seed is fixed. At the wrong temperature it is
+    some hundreds.
+    """
 
     def job(kept):
         rollouts = kept.sample([[3, 4, 5]], 3000)
@@ -202,7 +229,9 @@ def test_verify_sync_passes_after_a_sync_and_fails_once_the_weights_have_moved(o
                 verify_sync(policy, engine, **FP32)
                 answers.append(facts(engine.generate(PROMPTS, 1, temperature=0.0)))
             kept.move("qwen2", seed=99)
-            with pytest.raises(RuntimeError, match="engine parameters are not the trainer's weights"):
+            with pytest.raises(
+                RuntimeError, match="engine parameters are not the trainer's weights"
+            ):
                 verify_sync(policy, engine, **FP32)
         return answers[0] == answers[1] == answers[2]
 
@@ -210,8 +239,10 @@ def test_verify_sync_passes_after_a_sync_and_fails_once_the_weights_have_moved(o
 
 
 def test_every_parameter_of_the_trainer_reaches_the_engine(one_rank):
-    """huggingface/trl#7104: names that a loader did not know were skipped in silence. One parameter at a time is
-    scaled; the engine's log-probabilities of a fixed greedy answer must change with it, and come back."""
+    """huggingface/trl#7104: names that a loader did not know were skipped in silence. One parameter
+    at a time is scaled; the engine's log-probabilities of a fixed greedy answer must change with
+    it, and come back.
+    """
 
     def job(kept, kind):
         policy = kept.policies[kind]
@@ -222,7 +253,9 @@ def test_every_parameter_of_the_trainer_reaches_the_engine(one_rank):
         base, unmoved = answer(), []
         for name, p in policy.named_parameters():
             before = p.to_local().data.clone()
-            p.to_local().data.mul_(1.5).add_(0.05 * torch.arange(before[..., :].numel()).view(before.shape).sin())
+            p.to_local().data.mul_(1.5).add_(
+                0.05 * torch.arange(before[..., :].numel()).view(before.shape).sin()
+            )
             unmoved += [name] if torch.equal(answer(), base) else []
             p.to_local().data.copy_(before)
         return unmoved, torch.equal(answer(), base)
@@ -235,20 +268,28 @@ def test_a_sync_that_lacks_a_tensor_fails(each_engine):
     def job(kept):
         policy, engine = kept.policies["qwen2"], kept.engines["qwen2"]
         complete = list(iter_full_params(policy, **FP32))
-        lacking = [[(name, x) for name, x in bucket if name != "model.norm.weight"] for bucket in complete]
-        with pytest.raises(RuntimeError, match="left 1 engine parameters as they were: .*model.norm.weight"):
+        lacking = [
+            [(name, x) for name, x in bucket if name != "model.norm.weight"] for bucket in complete
+        ]
+        with pytest.raises(
+            RuntimeError, match="left 1 engine parameters as they were: .*model.norm.weight"
+        ):
             with engine.awake():
                 engine.load_weights(lacking)
         engine.state = "asleep"
         with engine.awake():
-            return engine.load_weights(complete) == sum(x.nbytes for bucket in complete for _, x in bucket)
+            return engine.load_weights(complete) == sum(
+                x.nbytes for bucket in complete for _, x in bucket
+            )
 
     assert each_engine(job) == [True]
 
 
 def test_a_prompt_that_was_cached_under_the_old_weights_is_computed_again(one_rank):
-    """vllm-project/vllm#9744: cached keys are found by the prompt's text, whatever the weights. 200 tokens of prompt,
-    some blocks of 16; then the answers of the new weights must be those of a plain model."""
+    """vllm-project/vllm#9744: cached keys are found by the prompt's text, whatever the weights. 200
+    tokens of prompt, some blocks of 16; then the answers of the new weights must be those of a
+    plain model.
+    """
 
     def job(kept):
         prompt = [3 + i % 11 for i in range(200)]
@@ -276,12 +317,15 @@ def test_the_states_have_one_way_through(each_engine):
                 action()
             return str(error.value)
 
-        messages = [refused(lambda: engine.load_weights(buckets)), refused(lambda: engine.generate(PROMPTS, 1))]
+        messages = [
+            refused(lambda: engine.load_weights(buckets)),
+            refused(lambda: engine.generate(PROMPTS, 1)),
+        ]
         with engine.awake():
             messages.append(refused(lambda: engine.generate(PROMPTS, 1)))
             engine.load_weights(buckets)
             engine.generate(PROMPTS, 1)
-            engine.load_weights(buckets)    # a second update while awake
+            engine.load_weights(buckets)  # a second update while awake
             engine.generate(PROMPTS, 1)
             messages.append(refused(lambda: engine.awake().__enter__()))
         messages.append(refused(lambda: engine.generate(PROMPTS, 1)))
@@ -299,14 +343,18 @@ def test_the_states_have_one_way_through(each_engine):
 
 
 def test_engines_leave_the_trainers_generators_and_threads_alone(each_engine):
-    """LLM() seeds torch, and so does a seeded call; without care every rank would drop out and shuffle alike."""
+    """LLM() seeds torch, and so does a seeded call; without care every rank would drop out and
+    shuffle alike.
+    """
 
     def job(kept):
         torch.manual_seed(5)
         before, set_num_threads = torch.get_rng_state(), torch.set_num_threads
         kept.sample(seed=3)
-        same = torch.equal(torch.get_rng_state(), before) and torch.set_num_threads is set_num_threads
-        torch.set_num_threads(1)    # vLLM's replacement would refuse
+        same = (
+            torch.equal(torch.get_rng_state(), before) and torch.set_num_threads is set_num_threads
+        )
+        torch.set_num_threads(1)  # vLLM's replacement would refuse
         return same, dist.is_initialized()
 
     assert each_engine(job) == [(True, True)]
@@ -316,10 +364,15 @@ def test_engines_leave_the_trainers_generators_and_threads_alone(each_engine):
 
 
 def test_a_seed_repeats_and_nothing_else_does(each_engine):
-    """huggingface/trl#7040: a constant seed gave equal samples everywhere, or --seed never reached the engine."""
+    """huggingface/trl#7040: a constant seed gave equal samples everywhere, or --seed never reached
+    the engine.
+    """
 
     def job(kept):
-        runs = [facts(kept.sample([[3, 4]], 8, seed=seed, ignore_eos=True)) for seed in (1, 1, 2, None, None)]
+        runs = [
+            facts(kept.sample([[3, 4]], 8, seed=seed, ignore_eos=True))
+            for seed in (1, 1, 2, None, None)
+        ]
         return runs, len({tuple(ids) for ids, _ in runs[0]})
 
     for (first, again, other, unseeded, unseeded_again), num_different in each_engine(job):
@@ -327,26 +380,33 @@ def test_a_seed_repeats_and_nothing_else_does(each_engine):
         assert first != other and unseeded != unseeded_again and first != unseeded
 
 
-def test_rollouts_are_the_prompts_groups_in_order_with_a_log_probability_for_each_token(each_engine):
+def test_rollouts_are_the_prompts_groups_in_order_with_a_log_probability_for_each_token(
+    each_engine,
+):
     """rllm-org/rllm#816: text as the interface lost tokens; here ids go in and come out."""
 
     def job(kept):
         seen = []
-        rollouts = kept.sample(PROMPTS, 3, on_finished=lambda index, rollout: seen.append((index, rollout)))
+        rollouts = kept.sample(
+            PROMPTS, 3, on_finished=lambda index, rollout: seen.append((index, rollout))
+        )
         assert sorted(index for index, _ in seen) == list(range(12))
         assert all(rollouts[index] is rollout for index, rollout in seen)
         return rollouts
 
     [rollouts] = each_engine(job)
-    assert [r.prompt_ids.tolist() for r in rollouts] == [prompt for prompt in PROMPTS for _ in range(3)]
+    assert [r.prompt_ids.tolist() for r in rollouts] == [
+        prompt for prompt in PROMPTS for _ in range(3)
+    ]
     for r in rollouts:
         assert len(r.logprobs) == len(r.response_ids) <= LIMIT and (r.logprobs <= 0).all()
         assert r.response_ids.dtype == torch.int64 and r.logprobs.dtype == torch.float32
 
 
 def test_truncated_means_that_the_limit_ended_it_whatever_its_length(each_engine):
-    """areal-project/AReaL#1637: truncation was guessed from the length. Any stop id finishes; among 400 samples some
-    have their stop id as the very last token that the limit allows."""
+    """areal-project/AReaL#1637: truncation was guessed from the length. Any stop id finishes; among
+    400 samples some have their stop id as the very last token that the limit allows.
+    """
 
     def job(kept):
         return [(r.response_ids.tolist(), r.truncated) for r in kept.sample(num_samples=100)]
@@ -354,7 +414,9 @@ def test_truncated_means_that_the_limit_ended_it_whatever_its_length(each_engine
     [found] = each_engine(job)
     for ids, truncated in found:
         assert not {EOS, ALSO_STOPS} & set(ids[:-1])
-        assert truncated == (ids[-1] not in (EOS, ALSO_STOPS)) and (not truncated or len(ids) == LIMIT)
+        assert truncated == (ids[-1] not in (EOS, ALSO_STOPS)) and (
+            not truncated or len(ids) == LIMIT
+        )
     assert {ids[-1] for ids, truncated in found if not truncated} == {EOS, ALSO_STOPS}
     assert any(len(ids) == LIMIT and not truncated for ids, truncated in found)
     assert any(truncated for _, truncated in found)
@@ -373,7 +435,9 @@ def test_all_engines_give_the_same_greedy_answers(one_rank, shared_engine, hf_ra
 
     def job(kept):
         trained = kept.policies["qwen2"]
-        kept.policies["qwen2"] = load_policy(paths["qwen2"], trained.lm_head.weight.device_mesh)    # not moved yet
+        kept.policies["qwen2"] = load_policy(
+            paths["qwen2"], trained.lm_head.weight.device_mesh
+        )  # not moved yet
         answers = facts(kept.sample(prompts, 1, temperature=0.0))
         kept.policies["qwen2"] = trained
         return answers
@@ -400,7 +464,9 @@ def test_length_bins_submit_the_longest_first_and_change_no_answer(one_rank):
     def job(kept):
         plain = facts(kept.sample(num_samples=1, temperature=0.0))
         with kept.ready(length_bins=2) as engine:
-            engine.expected_lengths = {hash(tuple(p)): n for p, n in zip(PROMPTS, (5, 9, 2, 7), strict=True)}
+            engine.expected_lengths = {
+                hash(tuple(p)): n for p, n in zip(PROMPTS, (5, 9, 2, 7), strict=True)
+            }
             order = engine._submission_order(PROMPTS)
             binned = facts(engine.generate(PROMPTS, 1, temperature=0.0))
         return order, plain == binned, engine._submission_order(PROMPTS)
@@ -415,22 +481,32 @@ def shares(kept, prompts, num_samples, seed):
     """{position: facts} that this rank owns, and the indices that were handed on."""
     seen = []
     with kept.ready(ignore_eos=True) as engine:
-        options = dict(seed=seed, on_finished=lambda index, position, _: seen.append((index, position)))
+        options = dict(
+            seed=seed, on_finished=lambda index, position, _: seen.append((index, position))
+        )
         owned = engine.generate_share(prompts, num_samples, **options)
-    assert sorted(seen) == [(i, p) for i, p in enumerate(p for p in owned for _ in range(num_samples))]
-    assert all(r.prompt_ids.tolist() == prompts[p] for p, rollouts in owned.items() for r in rollouts)
+    assert sorted(seen) == [
+        (i, p) for i, p in enumerate(p for p in owned for _ in range(num_samples))
+    ]
+    assert all(
+        r.prompt_ids.tolist() == prompts[p] for p, rollouts in owned.items() for r in rollouts
+    )
     return {p: facts(rollouts) for p, rollouts in owned.items()}
 
 
 @pytest.mark.parametrize("num_prompts", [4, 3, 1])
 def test_ranks_share_any_number_of_prompts_in_whole_groups(two_engines, num_prompts):
     first, second = two_engines(shares, PROMPTS[:num_prompts], 4, 0)
-    assert sorted([*first, *second]) == list(range(num_prompts)) and abs(len(first) - len(second)) <= 1
+    assert (
+        sorted([*first, *second]) == list(range(num_prompts)) and abs(len(first) - len(second)) <= 1
+    )
     assert all(len(rollouts) == 4 for rollouts in [*first.values(), *second.values()])
 
 
 def test_ranks_with_their_own_engines_sample_different_things(two_engines):
-    """verl#912: one seed for all ranks gave identical responses to one prompt. 16 responses of 12 tokens, all new."""
+    """verl#912: one seed for all ranks gave identical responses to one prompt. 16 responses of 12
+    tokens, all new.
+    """
     same_prompt = [[3, 4, 5]] * 2
 
     def distinct(seed):
@@ -445,14 +521,19 @@ def test_ranks_with_their_own_engines_sample_different_things(two_engines):
 @pytest.mark.parametrize("num_prompts", [4, 3, 1])
 def test_ranks_that_share_an_engine_own_every_other_group_of_it(shared_engine, num_prompts):
     first, second = shared_engine(shares, PROMPTS[:num_prompts], 4, 0)
-    assert list(first) == list(range(0, num_prompts, 2)) and list(second) == list(range(1, num_prompts, 2))
+    assert list(first) == list(range(0, num_prompts, 2)) and list(second) == list(
+        range(1, num_prompts, 2)
+    )
     assert shared_engine(shares, PROMPTS[:num_prompts], 4, 0) == [first, second]
-    different = {tuple(ids) for rank in (first, second) for rollouts in rank.values() for ids, _ in rollouts}
+    different = {
+        tuple(ids) for rank in (first, second) for rollouts in rank.values() for ids, _ in rollouts
+    }
     assert len(different) == 4 * num_prompts
 
 
 def test_ranks_that_share_an_engine_hold_the_same_samples(shared_engine):
     """vllm#15895: ranks of a tensor-parallel group that drew differently gave garbage, or hung."""
+
     def job(kept, seed):
         return facts(kept.sample(num_samples=4, seed=seed, ignore_eos=True))
 
@@ -463,13 +544,15 @@ def test_ranks_that_share_an_engine_hold_the_same_samples(shared_engine):
 
 @pytest.mark.parametrize("ranks", ["two_engines", "shared_engine"])
 def test_ranks_that_ask_for_different_things_are_told_so_at_once(ranks, request):
-    """vllm#12071: nothing enforces equal prompts within a tensor-parallel group, and a difference hangs."""
+    """vllm#12071: nothing enforces equal prompts within a tensor-parallel group, and a difference
+    hangs.
+    """
 
     def job(kept):
         began = time.monotonic()
         with pytest.raises(RuntimeError, match="called generate_share.. with different arguments"):
             shares(kept, [[3 + dist.get_rank()]], 4, 0)
-        kept.engines["qwen2"].state = "asleep"    # a job would end here
+        kept.engines["qwen2"].state = "asleep"  # a job would end here
         return time.monotonic() - began
 
     assert max(request.getfixturevalue(ranks)(job)) < 10
@@ -478,20 +561,44 @@ def test_ranks_that_ask_for_different_things_are_told_so_at_once(ranks, request)
 # Configuration
 
 
-@pytest.mark.parametrize("setting, message", [
-    (dict(temperature=0.0), "--rollout.temperature 0.0: must be above 0 and at most 2 in training; try 1.0"),
-    (dict(temperature=2.5), "--rollout.temperature 2.5: must be above 0 and at most 2"),
-    (dict(top_p=0.9), "--rollout.top-p 0.9: must be 1: the trainer's probabilities are those of the whole"),
-    (dict(max_response_tokens=0), "--rollout.max-response-tokens 0: must be at least 1"),
-    (dict(tensor_parallel_size=0), "--rollout.tensor-parallel-size 0: must be a divisor of the 3 ranks; try 1"),
-    (dict(tensor_parallel_size=2), "--rollout.tensor-parallel-size 2: must be a divisor of the 3 ranks; try 1"),
-    (dict(memory_fraction=1.0), "--rollout.memory-fraction 1.0: must be between 0 and 1; try 0.45"),
-    (dict(length_bins=-1), "--rollout.length-bins -1: must be at least 0"),
-    (dict(kv_cache_gb=-1.0), "--rollout.kv-cache-gb -1.0: must be at least 0"),
-    (dict(max_num_seqs=-1), "--rollout.max-num-seqs -1: must be at least 0"),
-    (dict(engine="hf", quantization="fp8"), "--rollout.engine hf: must be vllm: hf has neither"),
-    (dict(engine="hf", tensor_parallel_size=3), "--rollout.engine hf: must be vllm: hf has neither"),
-])
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        (
+            dict(temperature=0.0),
+            "--rollout.temperature 0.0: must be above 0 and at most 2 in training; try 1.0",
+        ),
+        (dict(temperature=2.5), "--rollout.temperature 2.5: must be above 0 and at most 2"),
+        (
+            dict(top_p=0.9),
+            "--rollout.top-p 0.9: must be 1: the trainer's probabilities are those of the whole",
+        ),
+        (dict(max_response_tokens=0), "--rollout.max-response-tokens 0: must be at least 1"),
+        (
+            dict(tensor_parallel_size=0),
+            "--rollout.tensor-parallel-size 0: must be a divisor of the 3 ranks; try 1",
+        ),
+        (
+            dict(tensor_parallel_size=2),
+            "--rollout.tensor-parallel-size 2: must be a divisor of the 3 ranks; try 1",
+        ),
+        (
+            dict(memory_fraction=1.0),
+            "--rollout.memory-fraction 1.0: must be between 0 and 1; try 0.45",
+        ),
+        (dict(length_bins=-1), "--rollout.length-bins -1: must be at least 0"),
+        (dict(kv_cache_gb=-1.0), "--rollout.kv-cache-gb -1.0: must be at least 0"),
+        (dict(max_num_seqs=-1), "--rollout.max-num-seqs -1: must be at least 0"),
+        (
+            dict(engine="hf", quantization="fp8"),
+            "--rollout.engine hf: must be vllm: hf has neither",
+        ),
+        (
+            dict(engine="hf", tensor_parallel_size=3),
+            "--rollout.engine hf: must be vllm: hf has neither",
+        ),
+    ],
+)
 def test_what_would_bias_or_break_training_is_refused(monkeypatch, setting, message):
     """vllm#42259: with top_p 0.9 and 0.95 of the mass kept every ratio is off by 1 / 0.95."""
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -504,10 +611,14 @@ def test_what_would_bias_or_break_training_is_refused(monkeypatch, setting, mess
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", [dict(quantization="fp8_per_channel"), dict(kv_cache_dtype="fp8")])
+@pytest.mark.parametrize(
+    "setting", [dict(quantization="fp8_per_channel"), dict(kv_cache_dtype="fp8")]
+)
 def test_an_eight_bit_engine_takes_every_update(paths, setting):
-    """vllm#28425: the second update crashed or served raw scales. Two updates, each against a new engine that loads the
-    same weights from a file; and against the trainer within what 8 bits allow."""
+    """vllm#28425: the second update crashed or served raw scales. Two updates, each against a new
+    engine that loads the same weights from a file; and against the trainer within what 8 bits
+    allow.
+    """
     import tempfile
 
     from safetensors.torch import load_file, save_file
@@ -525,7 +636,9 @@ def test_an_eight_bit_engine_takes_every_update(paths, setting):
                 rollouts = engine.generate(PROMPTS, 1, temperature=0.0)
             with tempfile.TemporaryDirectory() as directory:
                 save_tiny(directory, "llama", max_position_embeddings=512)
-                tensors = {name: x for bucket in iter_full_params(policy, **FP32) for name, x in bucket}
+                tensors = {
+                    name: x for bucket in iter_full_params(policy, **FP32) for name, x in bucket
+                }
                 assert tensors.keys() == load_file(f"{directory}/model.safetensors").keys()
                 save_file(tensors, f"{directory}/model.safetensors", metadata={"format": "pt"})
                 new = VllmEngine(directory, config, **sizes)
@@ -556,10 +669,15 @@ class Bf16Engine(VllmEngine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "gemma3"])
-def test_in_bf16_a_residual_stream_in_fp32_brings_the_engine_nearer_to_the_exact_policy(tmp_path, kind):
-    """Distance to the same weights computed in fp32, over 4,096 sampled tokens. In a process of its own each, since the
-    engine's layers are replaced for the whole process."""
-    extra = dict(layer_types=["sliding_attention", "full_attention"] * 6) if kind == "gemma3" else {}
+def test_in_bf16_a_residual_stream_in_fp32_brings_the_engine_nearer_to_the_exact_policy(
+    tmp_path, kind
+):
+    """Distance to the same weights computed in fp32, over 4,096 sampled tokens. In a process of its
+    own each, since the engine's layers are replaced for the whole process.
+    """
+    extra = (
+        dict(layer_types=["sliding_attention", "full_attention"] * 6) if kind == "gemma3" else {}
+    )
     path = save_tiny(tmp_path, kind, num_hidden_layers=12, max_position_embeddings=512, **extra)
     config = RolloutConfig(max_response_tokens=64, ignore_eos=True)
 
@@ -572,7 +690,9 @@ def test_in_bf16_a_residual_stream_in_fp32_brings_the_engine_nearer_to_the_exact
                     p.to_local().copy_(p.to_local().bfloat16())
             sizes = dict(max_prompt_tokens=16, num_samples=64, stop_ids=[EOS])
             engine = Bf16Engine(fp32_residual, path, config, **sizes)
-            engine.state = "ready"    # with the file's weights: on CPU bf16 layers are packed and take no others
+            engine.state = (
+                "ready"  # with the file's weights: on CPU bf16 layers are packed and take no others
+            )
             rollouts = engine.generate(PROMPTS, 16, seed=0)
             return differences(policy, rollouts).abs().mean().item()
 
@@ -586,16 +706,28 @@ def test_in_bf16_a_residual_stream_in_fp32_brings_the_engine_nearer_to_the_exact
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Olmo2", "Phi"])
 def test_a_model_that_vllm_takes_from_transformers_leaves_the_trainers_alone(tmp_path, kind):
-    """vLLM decorates the class itself; the trainer's model then lacked do_not_compile in its first forward."""
+    """vLLM decorates the class itself; the trainer's model then lacked do_not_compile in its first
+    forward.
+    """
     import transformers
 
-    sizes = dict(vocab_size=14, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
-    config = getattr(transformers, f"{kind}Config")(**sizes, pad_token_id=0, bos_token_id=None, eos_token_id=EOS)
+    sizes = dict(
+        vocab_size=14,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, pad_token_id=0, bos_token_id=None, eos_token_id=EOS
+    )
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
 
     def job():
-        policy = load_policy(str(tmp_path), init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)))
+        policy = load_policy(
+            str(tmp_path), init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+        )
         use_packed_attention(policy)
         sizes = dict(max_prompt_tokens=16, num_samples=4, stop_ids=[EOS])
         engine = VllmEngine(str(tmp_path), RolloutConfig(max_response_tokens=8), **sizes)
@@ -610,9 +742,15 @@ def test_a_model_that_vllm_takes_from_transformers_leaves_the_trainers_alone(tmp
 
 def test_on_a_gpu_the_engine_is_asked_for_it_unless_its_weights_have_8_bits(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(VllmEngine, "_build", lambda self, path, seed: setattr(self, "on_gpu", True))
+    monkeypatch.setattr(
+        VllmEngine, "_build", lambda self, path, seed: setattr(self, "on_gpu", True)
+    )
     sizes = dict(max_prompt_tokens=8, num_samples=4, stop_ids=[EOS])
-    for setting, expected in ((dict(), True), (dict(kv_cache_dtype="fp8"), True), (dict(quantization="fp8"), False)):
+    for setting, expected in (
+        (dict(), True),
+        (dict(kv_cache_dtype="fp8"), True),
+        (dict(quantization="fp8"), False),
+    ):
         engine = VllmEngine("", RolloutConfig(**setting), **sizes)
         assert engine.fp32_residual is expected
         assert engine._arguments()["additional_config"] == {"fp32_residual": expected}
