@@ -282,18 +282,6 @@ def _render(messages: list[dict], tokenizer, config: DataConfig, source: str) ->
         ) from error
 
 
-def stop_token_ids(path: str, *more: int | None) -> list[int]:
-    """All ids that end a response: of generation_config.json and config.json at `path`, and `more`
-    (a tokenizer's).
-    """
-    ids = set(more) - {None}
-    for name in ("generation_config.json", "config.json"):
-        file = Path(path) / name
-        eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
-        ids.update([eos] if isinstance(eos, int) else eos or [])
-    return sorted(ids)
-
-
 def sampling_seed(*place: object) -> int:
     """A seed that follows from `place` (the run's seed, the step, ...) alone: a resumed run does
     not repeat samples.

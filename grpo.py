@@ -28,7 +28,7 @@ import tyro
 
 from advantages import AdvantageCache, AdvantageConfig, group_advantages, overlong_penalty
 from attention import use_packed_attention
-from checkpoint import GeneratorState, RunConfig, TrainState, command_line, export, load, save
+from checkpoint import GeneratorState, TrainState, load, save
 from comms import measure_bandwidth, quantize_gradients
 from data import (
     DataConfig,
@@ -37,11 +37,11 @@ from data import (
     load_prompts,
     require_columns,
     sampling_seed,
-    stop_token_ids,
     to_prompts,
 )
 from examples import addition
 from exchange import exchange
+from hub import export, find_model, memory_plan, stop_token_ids
 from logprobs import token_logprobs, warm_up, with_logprobs
 from losses import LossConfig, actor_loss
 from metrics import LogConfig, Metrics, total
@@ -49,13 +49,9 @@ from model import (
     ModelConfig,
     OptimConfig,
     copy_weights,
-    find_model,
-    init_distributed,
     learning_rate_at,
-    leave,
     load_policy,
     make_optimizer,
-    memory_plan,
     optimizer_step,
 )
 from offload import Offload
@@ -63,6 +59,7 @@ from packing import BatchConfig, empty_sequence, lay_out, sequence
 from reshard import iter_full_params, sync_weights, verify_sync
 from rewards import RewardConfig, Scorer
 from rollout import HfEngine, Rollout, RolloutConfig, VllmEngine
+from run import RunConfig, command_line, init_distributed, leave
 
 EMPTY = empty_sequence(
     "advantages", "rollout_logprobs"
@@ -373,7 +370,7 @@ def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer
     if dist.get_rank() == 0:
         num_prompts, num_ranks = sum(map(len, datasets)), dist.get_world_size()
         plan = {
-            "model": f"{path}: {memory_plan(path, num_ranks, args.model, frozen_copies=bool(args.loss.kl_coef))}",
+            "model": f"{path}: {memory_plan(path, num_ranks, args.model.master_dtype, frozen_copies=bool(args.loss.kl_coef))}",
             "data": f"{num_prompts} prompts for {args.num_steps} steps, {sum(map(len, evals))} to evaluate",
             "ranks": f"{num_ranks}; {num_ranks // args.rollout.tensor_parallel_size} {args.rollout.engine} engines",
             "batch": args.batch.describe(

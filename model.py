@@ -31,21 +31,15 @@ arXiv:1711.05101).
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
-import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -97,149 +91,6 @@ class OptimConfig:
                 f"--optim.warmup-steps {self.warmup_steps}, --optim.weight-decay {self.weight_decay}: at least 0; "
                 f"--optim.max-grad-norm {self.max_grad_norm}: above 0 (inf switches clipping off)"
             )
-
-
-def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
-    """A 1-D mesh "shard" over all ranks that torchrun started (one rank without it); this rank's
-    device is selected.
-
-    Collectives fail after timeout_s: it must exceed the longest rollout or reward. Seeds torch
-    alike on all ranks.
-    """
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "localhost",
-    }.items():
-        os.environ.setdefault(name, value)
-    alone = {}
-    if "MASTER_PORT" not in os.environ:
-        alone = dict(
-            store=dist.HashStore(), rank=0, world_size=1
-        )  # a single process: no port to collide on
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
-    sys.excepthook = _exit_now
-    torch.manual_seed(seed)
-    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
-
-
-def _exit_now(kind, value, trace) -> None:
-    """Report an uncaught exception and leave without clean-up: a normal exit waits for collectives
-    nobody joins.
-    """
-    text = "".join(traceback.format_exception(kind, value, trace))
-    print(f"[rank {os.environ.get('RANK', '0')}] {text}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(1)
-
-
-def leave() -> None:
-    """End a finished run on all ranks: a normal exit would print what the engine's libraries leave.
-    Collective.
-    """
-    dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def find_model(name: str, longest: int, built_in: Callable[[], str], flag: str = "--model") -> str:
-    """The local directory of a model: `name` itself if it is one, else its snapshot from the Hub.
-    Collective.
-
-    The name "built-in" is what built_in() returns on rank 0. Raises ValueError, which begins with
-    `flag`, for a directory without config.json, for a Hub name that cannot be fetched, and for a
-    model with fewer positions than `longest`, a prompt with its response.
-    """
-    if name == "built-in":
-        made = [built_in() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(made)
-        name = made[0]
-    if not Path(name).exists():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import (
-            HfHubHTTPError,
-            HFValidationError,
-            LocalEntryNotFoundError,
-        )
-
-        patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-        # The first rank of each host downloads, the others then find the files in the cache.
-        problems: list[str | None] = [None]
-        for turn in (True, False):
-            if (os.environ.get("LOCAL_RANK", "0") == "0") == turn:
-                try:
-                    name = snapshot_download(name, allow_patterns=patterns)
-                except (
-                    HfHubHTTPError,
-                    HFValidationError,
-                    LocalEntryNotFoundError,
-                    OSError,
-                ) as error:
-                    why = " ".join(str(error).split())  # on one line
-                    problems = [f"{flag} {name}: no such directory, and not on the Hub ({why})"]
-            if (
-                dist.is_initialized()
-            ):  # all ranks must stop together: those left behind would print tracebacks
-                mine, problems = problems[0], [None] * dist.get_world_size()
-                dist.all_gather_object(problems, mine)
-            if any(problems):
-                raise ValueError(next(filter(None, problems)))
-    if not (Path(name) / "config.json").exists():
-        raise ValueError(
-            f"{flag} {name}: has no config.json; give a Hugging Face model directory or a Hub name"
-        )
-    config = json.loads((Path(name) / "config.json").read_text())
-    positions = config.get("max_position_embeddings", longest)
-    if longest > positions and not config.get("rope_scaling"):
-        lengths = "--data.max-prompt-tokens + --rollout.max-response-tokens"
-        advice = f"lower one of them; try {positions // 2} and {positions - positions // 2}"
-        raise ValueError(
-            f"{flag} {name}: has {positions} positions, {lengths} want {longest}; {advice}"
-        )
-    return name
-
-
-def find_critic(
-    name: str,
-    longest: int,
-    built_in: Callable[[], str],
-    flag: str,
-    policy_path: str,
-    *,
-    has_head: bool,
-) -> str:
-    """find_model for a critic or reward model, which must have the tokens of the policy at
-    policy_path; "" stays "".
-
-    has_head: it must be a sequence classifier with one label. Raises ValueError as find_model does.
-    """
-    from safetensors import safe_open
-    from transformers import AutoTokenizer
-
-    if not name:
-        return ""
-    path = find_model(name, longest, built_in, flag)
-    labels = 0
-    for file in Path(path).glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            if "score.weight" in tensors.keys():
-                labels = tensors.get_slice("score.weight").get_shape()[0]
-    if has_head and labels != 1:
-        raise ValueError(
-            f"{flag} {name}: is no sequence classifier with one label (score.weight [1, D])"
-        )
-    theirs, ours = (AutoTokenizer.from_pretrained(p).get_vocab() for p in (path, policy_path))
-    if theirs != ours:
-        raise ValueError(
-            f"{flag} {name}: has other tokens than the policy; they must share a tokenizer"
-        )
-    return path
 
 
 def load_policy(
@@ -452,25 +303,6 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
             module.reshard()
     for p, q in zip(source.parameters(), target.parameters(), strict=True):
         q.to_local().copy_(p.to_local())
-
-
-def memory_plan(path: str, num_ranks: int, config: ModelConfig, *, frozen_copies: int) -> str:
-    """What stays in a rank's memory while training the model at `path`, in GiB, as a line of text."""
-    from safetensors import safe_open
-
-    num_parameters = 0
-    for file in Path(path).glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            num_parameters += sum(
-                math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()
-            )
-    gib = num_parameters / num_ranks / 2**30
-    master = 4 if config.master_dtype == "float32" else 2
-    frozen = frozen_copies * (2 if torch.cuda.is_available() else 4)
-    return (
-        f"{num_parameters / 1e6:.1f} M parameters on {num_ranks} ranks: weights {master * gib:.2f}, "
-        f"gradients {master * gib:.2f}, optimizer {2 * master * gib:.2f}, frozen models {frozen * gib:.2f} GiB a rank"
-    )
 
 
 def make_optimizer(

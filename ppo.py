@@ -24,7 +24,7 @@ import tyro
 
 from advantages import AdvantageCache, GaeConfig, KlController, estimate
 from attention import use_packed_attention
-from checkpoint import GeneratorState, RunConfig, TrainState, command_line, export, load, save
+from checkpoint import GeneratorState, TrainState, load, save
 from comms import measure_bandwidth, quantize_gradients
 from data import (
     DataConfig,
@@ -33,26 +33,21 @@ from data import (
     load_prompts,
     require_columns,
     sampling_seed,
-    stop_token_ids,
     to_prompts,
 )
 from examples import addition
 from exchange import exchange
+from hub import export, find_critic, find_model, memory_plan, stop_token_ids
 from logprobs import model_scores, token_logprobs, token_values, warm_up, with_logprobs, with_values
 from losses import CriticConfig, LossConfig, actor_loss, critic_loss
 from metrics import LogConfig, Metrics, total
 from model import (
     ModelConfig,
     OptimConfig,
-    find_critic,
-    find_model,
-    init_distributed,
     learning_rate_at,
-    leave,
     load_critic,
     load_policy,
     make_optimizer,
-    memory_plan,
     optimizer_step,
 )
 from offload import Offload
@@ -60,6 +55,7 @@ from packing import BatchConfig, PackedRow, empty_sequence, lay_out, sequence
 from reshard import iter_full_params, sync_weights, verify_sync
 from rewards import RewardConfig, Scorer
 from rollout import HfEngine, Rollout, RolloutConfig, VllmEngine
+from run import RunConfig, command_line, init_distributed, leave
 
 EMPTY = empty_sequence("scores", "rollout_logprobs")  # what a rank without samples puts in its rows
 
@@ -405,7 +401,7 @@ def prepare(args: Args) -> tuple[str, str, str, object, PromptStream, list[Promp
     if dist.get_rank() == 0:
         num_ranks, kl = dist.get_world_size(), args.loss.kl_coef or args.gae.kl_coef
         plan = {
-            "policy": f"{path}: {memory_plan(path, num_ranks, args.model, frozen_copies=bool(kl))}",
+            "policy": f"{path}: {memory_plan(path, num_ranks, args.model.master_dtype, frozen_copies=bool(kl))}",
             "critic": memory_plan(
                 critic_path or path, num_ranks, args.model, frozen_copies=bool(reward_path)
             ),

@@ -28,12 +28,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from attention import use_packed_attention
-from data import DataConfig, load_prompts, stop_token_ids
+from data import DataConfig, load_prompts
+from hub import stop_token_ids
 from logprobs import token_logprobs
-from model import ModelConfig, init_distributed, leave, load_policy
+from model import ModelConfig, load_policy
 from packing import pack, sequence
 from reshard import sync_weights, verify_sync
 from rollout import RolloutConfig, VllmEngine
+from run import init_distributed, leave
 
 NOISE = {  # standard deviation of what is added to a weight
     "1 % of the weight": lambda w: 0.01 * w,

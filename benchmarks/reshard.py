@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from model import ModelConfig, init_distributed, leave, load_policy
+from model import ModelConfig, load_policy
 from reshard import iter_full_params, sync_weights
 from rollout import RolloutConfig, VllmEngine
+from run import init_distributed, leave
 
 
 def synchronize() -> None:

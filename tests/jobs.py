@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import grpo
-from checkpoint import from_json
 from rewards import Scorer
 from rollout import HfEngine, Rollout
+from run import from_json
 
 TEMPERATURE = 0.7
 

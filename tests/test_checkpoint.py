@@ -21,21 +21,12 @@ from rows import make_model, random_sequences
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from checkpoint import (
-    GeneratorState,
-    RunConfig,
-    TrainState,
-    command_line,
-    copy_model_files,
-    export,
-    from_json,
-    load,
-    save,
-    save_safetensors,
-)
+from checkpoint import GeneratorState, TrainState, load, save
 from data import Prompt, PromptStream
+from hub import copy_model_files, export, save_safetensors
 from logprobs import token_logprobs
 from packing import pack
+from run import RunConfig, command_line, from_json
 
 
 def full(x):

@@ -16,9 +16,9 @@ from data import (
     read_rows,
     require_columns,
     sampling_seed,
-    stop_token_ids,
     to_prompts,
 )
+from hub import stop_token_ids
 
 TEMPLATE = (
     "{{ bos_token }}"

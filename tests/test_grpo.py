@@ -36,13 +36,14 @@ from tiny import save_tiny
 
 import grpo
 from attention import use_packed_attention
-from checkpoint import TrainState, command_line, from_json, load
+from checkpoint import TrainState, load
 from examples import addition
 from exchange import exchange
 from model import load_policy, optimizer_step
 from packing import BatchConfig, lay_out, sequence
 from reshard import sync_weights
 from rollout import HfEngine, Rollout, RolloutConfig, VllmEngine
+from run import command_line, from_json
 
 ROOT = Path(grpo.__file__).parent
 # The update does not depend on the layout (A08, A09, A10, A29, B05 of the field's bug reports)

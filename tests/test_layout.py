@@ -12,25 +12,19 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ENTRIES = {"grpo", "ppo", "hybrid"}
-MECHANISMS = {
-    "data",
-    "rollout",
-    "rewards",
-    "advantages",
-    "packing",
-    "losses",
-    "model",
-    "attention",
-    "logprobs",
-    "reshard",
-    "comms",
-    "exchange",
-    "offload",
-    "checkpoint",
-    "metrics",
-    "autotune",
+MECHANISMS = set(
+    "data advantages packing losses logprobs "  # the algorithm
+    "model attention lora rollout vllm_backend scheduler reshard comms exchange offload "  # the machine
+    "run hub rewards answers checkpoint metrics report autotune check".split()  # the run
+)
+OTHER_FILES = {
+    "launch.sh",
+    "README.md",
+    "CONTRIBUTING.md",
+    "pyproject.toml",
+    "LICENSE",
+    "Dockerfile",
 }
-OTHER_FILES = {"launch.sh", "README.md", "pyproject.toml", "LICENSE"}
 FOLDERS = {"tests", "examples", "benchmarks"}
 THIRD_PARTY = {
     "vllm",

@@ -21,18 +21,17 @@ from torch.distributed.tensor import DTensor
 import attention as attention_file
 import model as model_file
 from attention import use_packed_attention
+from hub import find_model, memory_plan
 from logprobs import token_logprobs, token_values, warm_up
 from model import (
     ModelConfig,
     OptimConfig,
     copy_weights,
-    find_model,
     learning_rate_at,
     load_critic,
     load_policy,
     load_shards,
     make_optimizer,
-    memory_plan,
     optimizer_step,
     parameters_on_meta,
     shard,
@@ -369,7 +368,7 @@ def test_the_built_in_model_is_made_once_and_known_to_all_ranks(paths):
 def test_the_memory_plan_counts_four_bytes_a_weight_four_times(paths):
     """fp32 weights, gradients and two moments: 16 bytes a parameter, over the ranks."""
     num = sum(x.numel() for x in load_file(f"{paths['qwen2']}/model.safetensors").values())
-    plan = memory_plan(paths["qwen2"], 1, ModelConfig(), frozen_copies=0)
+    plan = memory_plan(paths["qwen2"], 1, "float32", frozen_copies=0)
     assert plan.startswith(
         f"{num / 1e6:.1f} M parameters on 1 ranks: weights {4 * num / 2**30:.2f}, gradients"
     )

@@ -18,13 +18,13 @@ import grpo
 import ppo
 from advantages import GaeConfig, KlController, estimate, explained_variance
 from attention import use_packed_attention
-from checkpoint import command_line, from_json
 from examples import addition
 from logprobs import token_values
 from losses import LossConfig, actor_loss
 from model import optimizer_step
 from packing import pack, sequence
 from reshard import verify_sync
+from run import command_line, from_json
 
 SMALL = dict(batch=dict(prompts_per_step=8, group_size=1, num_minibatches=2, tokens_per_row=512))
 
