@@ -1,81 +1,81 @@
-"""GRPO: reinforcement learning of a language model from groups of its own samples; one loop, six
-phases a step.
+"""GRPO: reinforcement learning of a language model from groups of its own samples.
 
-    bash launch.sh grpo.py            # no arguments: a small built-in model learns to add, on a CPU, in minutes
+    bash launch.sh grpo.py      # no arguments: a small model learns to add, on a CPU, in minutes
     bash launch.sh grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --data openai/gsm8k:main
-    --rollout.max-response-tokens 512
 
-For each prompt the policy samples a group of responses; each is scored; a response's advantage is
-its reward less its group's mean, over the group's deviation. The policy then takes optimizer steps
-on the clipped surrogate. All sizes are over all ranks. P prompts, G samples per prompt, N tokens in
-a row. Source: Shao 2024 (arXiv:2402.03300). As flags:
+For each of P prompts the policy samples a group of G responses; each gets a reward R.
+
+    advantage    A_g = (R_g - mean(R)) / std(R) over the group         advantages.group_advantages
+    ratio        r_i = pi(token_i) / pi_old(token_i)                   logprobs.token_logprobs
+    surrogate    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))    losses.policy_loss
+    loss         sum over response tokens of w (surrogate + kl_coef KL(pi|ref) - entropy_coef H)
+                 / number of response tokens in the minibatch          losses.actor_loss
+    w            min(pi_old / pi_sampler, cap): the sampler's kernels are not the trainer's
+
+`collect` makes a batch (phases 1 to 4), `main` learns from it (5) and reports (6). All sizes that a
+user gives are over all ranks; gradients do not depend on the number of ranks or rows.
+
+Variants are flags:
     Dr. GRPO   --advantage.no-scale-by-std --loss.normalize constant
     RLOO       --advantage.baseline leave_one_out --advantage.no-scale-by-std
     REINFORCE  --advantage.baseline batch
     DAPO       --loss.normalize token --resample-tries 8 --advantage.overlong-buffer 512
-    GSPO       --loss.ratio sequence --loss.normalize sequence --loss.clip-low 3e-4 --loss.clip-high 4e-4
+    GSPO       --loss.ratio sequence --loss.normalize sequence
+               --loss.clip-low 3e-4 --loss.clip-high 4e-4
+Source: Shao 2024 (arXiv:2402.03300).
 """
 
 from __future__ import annotations
 
-import sys
-from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import tyro
+from torch import Tensor, nn
 
-from advantages import AdvantageCache, AdvantageConfig, group_advantages, overlong_penalty
-from attention import use_packed_attention
-from checkpoint import GeneratorState, TrainState, load, save
-from comms import measure_bandwidth, quantize_gradients
-from data import (
-    DataConfig,
-    Prompt,
-    PromptStream,
-    load_prompts,
-    require_columns,
-    sampling_seed,
-    to_prompts,
-)
+import advantages
+import attention
+import checkpoint
+import comms
+import data
+import exchange
+import hub
+import logprobs
+import losses
+import metrics
+import model
+import offload
+import packing
+import report
+import reshard
+import rollout
+import run
+import vllm_backend
+from advantages import AdvantageConfig
+from data import DataConfig
 from examples import addition
-from exchange import exchange
-from hub import export, find_model, memory_plan, stop_token_ids
-from logprobs import token_logprobs, warm_up, with_logprobs
-from losses import LossConfig, actor_loss
-from metrics import LogConfig, Metrics, total
-from model import (
-    ModelConfig,
-    OptimConfig,
-    copy_weights,
-    learning_rate_at,
-    load_policy,
-    make_optimizer,
-    optimizer_step,
-)
-from offload import Offload
-from packing import BatchConfig, empty_sequence, lay_out, sequence
-from reshard import iter_full_params, sync_weights, verify_sync
+from losses import LossConfig
+from model import ModelConfig, OptimConfig
+from packing import BatchConfig, PackedRow
+from report import LogConfig
 from rewards import RewardConfig, Scorer
-from rollout import HfEngine, Rollout, RolloutConfig, VllmEngine
-from run import RunConfig, command_line, init_distributed, leave
+from rollout import Group, RolloutConfig
+from run import RunConfig
 
-EMPTY = empty_sequence(
-    "advantages", "rollout_logprobs"
-)  # what a rank without samples puts in its rows
+# What a rank without samples puts in its rows.
+EMPTY = packing.empty_sequence("advantages", "rollout_logprobs")
 
 
 @dataclass(frozen=True)
 class Args:
     model_path: Annotated[str, tyro.conf.arg(name="model")] = "built-in"
     """Hugging Face directory or Hub name; built-in: a 1 M parameter model that half knows two-digit
-    addition.
-    """
+    addition."""
     data_paths: Annotated[tuple[str, ...], tyro.conf.arg(name="data")] = ("built-in",)
-    """Training prompts: .jsonl or .parquet files, reasoning_gym:NAME:SIZE, or Hub names as NAME or
-    NAME:SUBSET.
-    """
+    """Training prompts: .jsonl or .parquet files, reasoning_gym:NAME:SIZE:SEED, or Hub names as
+    NAME or NAME:SUBSET."""
     eval_paths: Annotated[tuple[str, ...], tyro.conf.arg(name="eval-data")] = ()
     """Prompts to evaluate on, of the same kinds; empty: none (built-in data bring their own)."""
     num_steps: int = 200
@@ -86,8 +86,7 @@ class Args:
     """Of the data order, of sampling, and of the built-in model."""
     resample_tries: int = 1
     """Rounds of sampling to fill a step with groups that have spread (dynamic sampling); 1: take
-    all groups.
-    """
+    all groups."""
     refresh_every: int = 0
     """Copy the policy into the reference every this many steps; 0: never."""
     eval_every: int = 0
@@ -95,13 +94,11 @@ class Args:
     eval_samples: int = 0
     """Samples per evaluation prompt for mean@k and pass@k, besides the greedy one; 0: none."""
     verify_sync: bool = False
-    """Compare the engine's weights with the trainer's after each sync, and stop on a difference."""
+    """Compare the engine's weights with the trainer's after each sync; stop on a difference."""
     quantize_gradients: bool = False
-    """Reduce gradients over ranks in 8-bit blocks: a quarter of fp32's bytes, for slow links
-    between hosts.
-    """
+    """Reduce gradients over ranks in 8-bit blocks: a quarter of fp32's bytes, for slow links."""
     offload: bool = False
-    """Adam's state and the reference wait in pinned host memory while they are not needed."""
+    """Models and optimizer states that a phase does not use wait in pinned host memory."""
     timeout_s: float = 3600.0
     """Longest that a rank waits for the others; above the longest rollout or reward."""
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(
@@ -118,377 +115,255 @@ class Args:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self):
-        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
-        why = ", --data.max-prompt-tokens + --rollout.max-response-tokens"
-        batch, buffer, groups = (
-            self.batch,
-            self.advantage.overlong_buffer,
-            self.advantage.baseline != "batch",
-        )
-        own_model, own_data = self.model_path != "built-in", self.data_paths != ("built-in",)
-        tries, data, eval_data = (
-            self.resample_tries,
-            " ".join(self.data_paths),
-            " ".join(self.eval_paths),
-        )
-        how, corrected = self.loss, self.loss.importance != "off" or not self.rollout.eight_bit
-        for flag, value, holds, rule in (
-            ("--num-steps", self.num_steps, self.num_steps >= 1, "at least 1; try 200"),
-            ("--eval-every", self.eval_every, self.eval_every >= 0, "at least 0 (never)"),
-            (
-                "--eval-samples",
-                k := self.eval_samples,
-                0 <= k <= k * self.eval_every,
-                "at least 0; with --eval-every",
-            ),
-            (
-                "--eval-data",
-                eval_data,
-                self.eval_every or not self.eval_paths,
-                "with --eval-every 20",
-            ),
-            (
-                "--data",
-                data,
-                own_model or not own_data,
-                "with a --model of your own: the built-in one only adds",
-            ),
-            ("--eval-data", eval_data, own_data or not self.eval_paths, "with --data of your own"),
-            (
-                "--learning-rate",
-                self.learning_rate,
-                0 < self.learning_rate < 1,
-                "above 0 and below 1; try 1e-6",
-            ),
-            ("--resample-tries", tries, tries >= 1, "at least 1"),
-            (
-                "--resample-tries",
-                tries,
-                tries == 1 or batch.group_size > 1,
-                "1 with groups of 1, which have no spread",
-            ),
-            (
-                "--refresh-every",
-                self.refresh_every,
-                not self.refresh_every or how.kl_coef,
-                "0 without --loss.kl-coef",
-            ),
-            (
-                "--group-size",
-                batch.group_size,
-                batch.group_size >= 2 or not groups,
-                "at least 2; try 8",
-            ),
-            (
-                "--tokens-per-row",
-                batch.tokens_per_row,
-                batch.tokens_per_row >= longest,
-                f"at least {longest}{why}",
-            ),
-            (
-                "--advantage.overlong-buffer",
-                buffer,
-                buffer <= self.rollout.max_response_tokens,
-                "at most the limit",
-            ),
-            (
-                "--loss.importance",
-                self.loss.importance,
-                corrected,
-                "token: an 8-bit sampler is another policy",
-            ),
-        ):
-            if not holds:
-                raise ValueError(f"{flag} {value}: must be {rule}")
+        run.check(self)  # the rules that all scripts share
+        require, batch, tries = run.require, self.batch, self.resample_tries
+        require(tries >= 1, "--resample-tries", tries, "at least 1")
+        if batch.group_size == 1:
+            rule = "1 with groups of 1, which have no spread"
+            require(tries == 1, "--resample-tries", tries, rule)
+            alone = self.advantage.baseline == "batch"
+            require(alone, "--group-size", batch.group_size, "at least 2; try 8")
+        if not self.loss.kl_coef:
+            never = self.refresh_every == 0
+            require(never, "--refresh-every", self.refresh_every, "0 without --loss.kl-coef")
+        buffer = self.advantage.overlong_buffer
+        limit = self.rollout.max_response_tokens
+        rule = f"at most --rollout.max-response-tokens {limit}"
+        require(buffer <= limit, "--advantage.overlong-buffer", buffer, rule)
 
 
-class Group(NamedTuple):
-    """The responses to one prompt."""
-
-    position: int  # of the prompt in this step's global order
-    prompt: Prompt
-    rollouts: list[Rollout]  # [G]
-    rewards: list[float]  # [G]
-
-
-def main(args: Args) -> None:
-    mesh = init_distributed(args.seed, args.timeout_s)
-    path, tokenizer, stream, eval_prompts, scorer = prepare(args)
-    policy = load_policy(path, mesh, args.model)
-    reference = load_policy(path, mesh, args.model, trainable=False) if args.loss.kl_coef else None
-    for model in filter(None, (policy, reference)):
-        use_packed_attention(model)
-    if args.quantize_gradients:
-        quantize_gradients(policy)
-    optimizer = make_optimizer(policy, args.optim, args.learning_rate)
-    limit = args.rollout.max_response_tokens
-    sizes = dict(max_prompt_tokens=args.data.max_prompt_tokens, num_samples=args.batch.num_samples)
-    kind = VllmEngine if args.rollout.engine == "vllm" else HfEngine
-    cache = AdvantageCache()
-    state = {
-        "policy": TrainState(policy, optimizer),
-        "stream": stream,
-        "generators": GeneratorState(),
-    }
-    state |= {"reference": TrainState(reference, ())} if args.refresh_every else {}
-    first_step = load(args.run.directory / "checkpoints", state) if args.run.resume else 0
-    offload = Offload(args.offload, reference, optimizer)
-    engine = kind(
-        path,
-        args.rollout,
-        **sizes,
-        stop_ids=stop_token_ids(path, tokenizer.eos_token_id),
-        seed=args.seed,
-    )
-    for model in filter(None, (policy, reference)) if mesh.device_type == "cuda" else ():
-        with offload.present(
-            model
-        ):  # kernels are compiled at their first use: before step 0, not in it
-            warm_up(model, args.batch.rows_of_all_sizes(engine.max_model_len))
-    metrics = Metrics(
-        args.run.directory, args.log, args.num_steps, first_step=first_step, settings=asdict(args)
+def main(asked: Args) -> None:
+    mesh = run.init_distributed(asked.seed, asked.timeout_s)
+    with run.refusals():
+        args = addition.prepare(asked)  # without --model: the paths of a small model and its data
+        path, tokenizer, stream, eval_prompts, scorer = prepare(args)
+        asked.run.open(asked, path)
+        policy, reference, optimizer = load_models(args, path, mesh)
+        state = {
+            "policy": checkpoint.TrainState(policy, optimizer),
+            "stream": stream,
+            "generators": checkpoint.GeneratorState(),
+        }
+        if args.refresh_every:
+            state["reference"] = checkpoint.TrainState(reference, ())
+        checkpoints = args.run.directory / "checkpoints"
+        first_step = checkpoint.load(checkpoints, state) if args.run.resume else 0
+    parked = offload.Offload(args.offload, reference, optimizer)
+    engine = make_engine(args, path, tokenizer)
+    temperature = args.rollout.temperature
+    sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
+    logprobs.warm_up([policy, reference], sizes, parked.present)
+    meter = metrics.Metrics()
+    journal = report.Report(
+        args.run.directory, args.log, args.num_steps, first_step=first_step, settings=asdict(asked)
     )
 
     for step in range(first_step, args.num_steps):
-        is_last = step == args.num_steps - 1
-        # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case;
-        # evaluation uses the same.
+        is_last = step + 1 == args.num_steps
+
+        # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case. A
+        # response is scored as soon as it ends, while others are still being sampled.
         with engine.awake():
-            with metrics.timer("reshard"):
-                sync_weights(policy, engine, dtype=engine.dtype)
+            with meter.timer("reshard"):
+                reshard.sync_weights(policy, engine, dtype=engine.dtype)
                 if args.verify_sync:
-                    verify_sync(policy, engine, dtype=engine.dtype)
+                    reshard.verify_sync(policy, engine, dtype=engine.dtype)
             if args.eval_every and (is_last or step % args.eval_every == 0):
-                evaluate(args, engine, scorer, tokenizer, eval_prompts, metrics)
-            # 2. Score while others are still being sampled, and compare each response with its
-            # siblings.
-            groups = sample_groups(args, step, engine, scorer, tokenizer, stream, metrics)
-        with metrics.timer("layout"):
-            # noqa: B023  [P of this rank, G]
-            advantages = cache.get(step, lambda: compare(args, groups))
-            # 3. Lay out. A minibatch is a fixed slice of the global prompt order; its rows stay for
-            # all epochs.
-            sequences, minibatches = to_sequences(args, groups, advantages)
-            rows, totals = lay_out(
-                sequences, minibatches, args.batch, exchange=exchange, like=EMPTY
+                seed = data.sampling_seed(args.seed, "eval")
+                rollout.evaluate(
+                    engine, scorer, tokenizer, eval_prompts, args.eval_samples, seed, meter
+                )
+            groups = sample_groups(args, step, engine, scorer, tokenizer, stream, meter)
+
+        with meter.timer("layout"):
+            # 2. Score: compare each response with its siblings. A group is whole on one rank.
+            scores = compare(args, groups)  # advantages [P of this rank, G]
+
+            # 3. Lay out. A minibatch is a fixed slice of the global prompt order; its rows stay
+            # the same for all passes and epochs.
+            sequences, places = to_sequences(args, groups, scores)
+            rows, totals = packing.lay_out(
+                sequences, places, args.batch, exchange=exchange.exchange, like=EMPTY
             )
-            metrics.add_layout(
-                (policy,), sequences, rows, args.batch.tokens_per_row, args.batch.num_epochs
-            )
-            metrics.write_samples(step, groups, tokenizer.decode, advantages)
+            meter.add_layout((policy,), sequences, rows, args.batch)
+            journal.write_samples(step, groups, tokenizer.decode, scores)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
 
-        # 4. Log-probabilities that stay fixed during the update; skipped where they are not needed.
-        with metrics.timer("old_logprobs"):
-            given = (
-                1 if args.batch.num_epochs == 1 else 0
-            )  # the first minibatch meets the policy as it is now
-            rows[given:] = with_logprobs(
-                policy, rows[given:], "old_logprobs", temperature=args.rollout.temperature
-            )
+        # 4. Log-probabilities that stay fixed during the update.
+        with meter.timer("old_logprobs"):
+            # The first minibatch of a single pass meets the policy as it is: its ratio is 1.
+            skipped = rows[:1] if args.batch.num_epochs == 1 else []
+            later = rows[len(skipped) :]
+            later = logprobs.with_logprobs(policy, later, "old_logprobs", temperature=temperature)
+            rows = skipped + later
         if reference is not None:
-            with metrics.timer("ref_logprobs"), offload.present(reference):
-                rows = with_logprobs(
-                    reference, rows, "ref_logprobs", temperature=args.rollout.temperature
+            with meter.timer("ref_logprobs"), parked.present(reference):
+                rows = logprobs.with_logprobs(
+                    reference, rows, "ref_logprobs", temperature=temperature
                 )
 
-        # 5. Update. Every loss term is divided by its minibatch's total over all ranks: ranks and
-        # rows just add up.
-        learning_rate = learning_rate_at(step, args.num_steps, args.learning_rate, args.optim)
-        with metrics.timer("update"), offload.present(optimizer):
+        # 5. Update. Each loss term is divided by its minibatch's total over all ranks, so the
+        # gradients of rows and ranks just add up.
+        rate = model.learning_rate_at(step, args.num_steps, args.learning_rate, args.optim)
+        with meter.timer("update"), parked.present(optimizer):
             for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
-                kl = torch.zeros((), device=mesh.device_type)
-                for i, row in enumerate(rows[m]):
-                    policy.set_requires_gradient_sync(
-                        args.model.reduce_every_row or i == len(rows[m]) - 1
-                    )
-                    logprobs, entropy = token_logprobs(
-                        policy, row, temperature=args.rollout.temperature
-                    )
-                    loss, stats = actor_loss(logprobs, entropy, row, totals[m], args.loss, limit)
-                    loss.backward()
-                    metrics.update(stats, row.num_response_tokens)
-                    kl += stats["actor/ppo_kl"] * row.num_response_tokens / totals[m]["tokens"]
-                grad_norm = optimizer_step(
-                    policy, optimizer, learning_rate, args.optim.max_grad_norm
-                )
-                metrics.update({"actor/grad_norm": grad_norm, "actor/lr": learning_rate})
-                if args.loss.target_kl and total(kl) > args.loss.target_kl:
+                kl = actor_gradients(args, policy, rows[m], totals[m], meter)
+                if args.loss.target_kl and metrics.total(kl) > args.loss.target_kl:
+                    policy.zero_grad()  # this step is not taken, and no other of this batch
                     break
+                norm = model.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
+                meter.update({"actor/grad_norm": norm, "actor/lr": rate})
 
         # 6. Report, save.
-        if mesh.size() > 1:
-            metrics.add("communication/nccl_bw_gb", measure_bandwidth(1 << 22))
+        if mesh.size() > 1:  # a probe: the gradients' own collectives run beside the computation
+            meter.add("communication/nccl_bw_gb", metrics.measure_bandwidth(1 << 22))
         if args.refresh_every and (step + 1) % args.refresh_every == 0:
-            with offload.present(reference):
-                copy_weights(policy, reference)
-        if args.run.save_every and (is_last or (step + 1) % args.run.save_every == 0):
-            with metrics.timer("save"), offload.present(reference, optimizer):
-                save(args.run.directory / "checkpoints", step + 1, state, keep=args.run.keep)
-        metrics.log(step)
+            with parked.present(reference):
+                model.copy_weights(policy, reference)
+        if args.run.is_save_due(step, args.num_steps):
+            with meter.timer("save"), parked.present(reference, optimizer):
+                checkpoint.save(checkpoints, step + 1, state, keep=args.run.keep)
+        journal.write(step, meter.reduce(step))
 
-    export(
-        iter_full_params(policy, dtype=engine.dtype), path, args.run.directory / "hf", engine.dtype
-    )
+    weights = reshard.iter_full_params(policy, dtype=engine.dtype)
+    hub.export(weights, path, args.run.directory / "hf", engine.dtype)
     scorer.close()
 
 
-def prepare(args: Args) -> tuple[str, object, PromptStream, list[Prompt], Scorer]:
-    """(model directory, tokenizer, stream, evaluation prompts, scorer): all that can be refused,
-    refused early.
-    """
+def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt], Scorer]:
+    """(model directory, tokenizer, stream, evaluation prompts, scorer), before memory is taken."""
     from transformers import AutoTokenizer, logging
 
     logging.disable_progress_bar()
-    try:
-        scorer = Scorer(args.reward)  # before a model is made, which takes minutes
-        longest = args.data.max_prompt_tokens + args.rollout.max_response_tokens
-        path = find_model(
-            args.model_path, longest, built_in=lambda: addition.cached_model(args.seed)
-        )
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        if args.data_paths == ("built-in",):
-            rows = map(addition.problems, (False, True))  # to learn from, and held out
-            datasets, evals = ([to_prompts(r, tokenizer, args.data, "addition")] for r in rows)
-        else:
-            datasets = load_prompts(args.data_paths, tokenizer, args.data)
-            evals = load_prompts(
-                args.eval_paths, tokenizer, replace(args.data, weights=()), "--eval-data"
-            )
-        require_columns([*datasets, *evals], scorer.wanted)
-        if args.eval_every and not evals:
-            raise ValueError(f"--eval-every {args.eval_every}: needs --eval-data FILE, or 0")
-        stream = PromptStream(
-            datasets, args.batch.prompts_per_step, weights=args.data.weights, seed=args.seed
-        )
-        if dist.get_rank() == 0:
-            args.run.open(args, path)
-    except (ValueError, OSError) as error:
-        sys.exit(
-            f"error: {' '.join(str(error).split())}" if dist.get_node_local_rank() == 0 else 1
-        )  # once a host
-    if dist.get_rank() == 0:
-        num_prompts, num_ranks = sum(map(len, datasets)), dist.get_world_size()
-        plan = {
-            "model": f"{path}: {memory_plan(path, num_ranks, args.model.master_dtype, frozen_copies=bool(args.loss.kl_coef))}",
-            "data": f"{num_prompts} prompts for {args.num_steps} steps, {sum(map(len, evals))} to evaluate",
-            "ranks": f"{num_ranks}; {num_ranks // args.rollout.tensor_parallel_size} {args.rollout.engine} engines",
-            "batch": args.batch.describe(
-                args.data.max_prompt_tokens, args.rollout.max_response_tokens
-            ),
-        }
-        print("\n".join(f"{name:>8}  {text}" for name, text in plan.items()), flush=True)
-    return path, tokenizer, stream, sum(evals, []), scorer
+    scorer = Scorer(args.reward)
+    path = hub.find_model(args.model_path, run.longest(args))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    datasets, eval_sets = data.load_all(args.data_paths, args.eval_paths, tokenizer, args.data)
+    data.require_columns([*datasets, *eval_sets], scorer.wanted)
+    has_evals = eval_sets or not args.eval_every
+    run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
+    stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)
+    copies = 1 if args.loss.kl_coef else 0
+    size = hub.memory_plan(path, dist.get_world_size(), args.model.master_dtype, copies)
+    run.print_plan(args, datasets, eval_sets, model=f"{path}: {size}")
+    return path, tokenizer, stream, [p for prompts in eval_sets for p in prompts], scorer
 
 
-def sample_groups(
-    args: Args, step: int, engine, scorer: Scorer, tokenizer, stream, metrics: Metrics
-) -> list[Group]:
-    """This rank's groups; with dynamic sampling, rounds go on until enough groups have spread, or
-    tries are up.
+def load_models(args: Args, path: str, mesh) -> tuple[nn.Module, nn.Module | None, Any]:
+    """(policy, reference or None, the policy's optimizer)."""
+    policy = model.load_policy(path, mesh, args.model)
+    attention.use_packed_attention(policy)
+    reference = None
+    if args.loss.kl_coef:
+        reference = model.load_policy(path, mesh, args.model, trainable=False)
+        attention.use_packed_attention(reference)
+    if args.quantize_gradients:
+        comms.quantize_gradients(policy)
+    return policy, reference, model.make_optimizer(policy, args.optim, args.learning_rate)
+
+
+def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
+    """The sampler, asleep: vLLM, or Transformers' generate."""
+    is_vllm = args.rollout.backend == "vllm"
+    return rollout.Engine(
+        vllm_backend.VllmBackend if is_vllm else rollout.HfBackend,
+        path,
+        args.rollout,
+        max_prompt_tokens=args.data.max_prompt_tokens,
+        num_samples=args.batch.num_samples,
+        stop_ids=hub.stop_token_ids(path, tokenizer.eos_token_id),
+        seed=args.seed,
+    )
+
+
+def sample_groups(args: Args, step: int, engine, scorer, tokenizer, stream, meter) -> list[Group]:
+    """This rank's groups with their rewards.
+
+    With dynamic sampling, rounds go on until enough groups have spread, or tries are up.
     """
-    kept, num_seen, num_missing, size = [], 0, args.batch.prompts_per_step, args.batch.group_size
+    size = args.batch.group_size
+    kept = []
+    num_seen = 0
+    num_missing = args.batch.prompts_per_step
     for attempt in range(args.resample_tries):
         prompts = stream.take(num_missing)
-        with metrics.timer("rollout"):
-            drawn = draw(
-                engine, scorer, tokenizer, prompts, size, sampling_seed(args.seed, step, attempt)
-            )
-        with metrics.timer("reward"):
+        seed = data.sampling_seed(args.seed, step, attempt)
+        with meter.timer("rollout"):
+            drawn = rollout.draw(engine, scorer, tokenizer, prompts, size, seed)
+        with meter.timer("reward"):
             rewards, stats = scorer.collect(len(drawn) * size)
-        metrics.update(stats, len(rewards), prefix="reward/")
-        for i, (position, rollouts) in enumerate(drawn.items()):
-            scores = rewards[i * size : (i + 1) * size]
-            metrics.add_group(prompts[position].source, scores, rollouts)
-            if args.resample_tries == 1 or max(scores) > min(scores):
-                kept.append(Group(num_seen + position, prompts[position], rollouts, scores))
+        meter.update(stats, len(rewards), prefix="reward/")
+        for group in rollout.to_groups(prompts, drawn, rewards):
+            meter.add_group(group.prompt.source, group.rewards, group.rollouts)
+            if args.resample_tries == 1 or max(group.rewards) > min(group.rewards):
+                kept.append(group._replace(position=num_seen + group.position))
         num_seen += len(prompts)
-        num_missing = args.batch.prompts_per_step - int(total(torch.tensor(float(len(kept)))))
+        num_kept = metrics.total(torch.tensor(float(len(kept))))
+        num_missing = args.batch.prompts_per_step - int(num_kept)
         if num_missing == 0:
             return kept
-    if metrics.is_rank0:
-        print(
-            f"warning: step {step + 1} lacks {num_missing} groups with spread after --resample-tries {attempt + 1}"
-        )
+    if dist.get_rank() == 0:
+        lack = f"step {step + 1} lacks {num_missing} groups with spread"
+        print(f"warning: {lack} after --resample-tries {args.resample_tries}", flush=True)
     return kept
 
 
-def draw(
-    engine,
-    scorer: Scorer,
-    tokenizer,
-    prompts: list[Prompt],
-    num_samples: int,
-    seed: int,
-    temperature=None,
-):
-    """{position: rollouts} for the prompts that this rank owns; each response goes to the scorer as
-    soon as it ends.
-    """
-
-    def submit(index: int, position: int, rollout: Rollout) -> None:
-        prompt = prompts[position]
-        response = tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
-        known = dict(
-            prompt=prompt.text, response=response, answer=prompt.answer, truncated=rollout.truncated
-        )
-        scorer.submit(index, prompt.columns | known)
-
-    how = dict(temperature=temperature, seed=seed, on_finished=submit)
-    return engine.generate_share([prompt.prompt_ids for prompt in prompts], num_samples, **how)
-
-
-def evaluate(
-    args: Args, engine, scorer: Scorer, tokenizer, prompts: list[Prompt], metrics: Metrics
-) -> None:
-    """Greedy reward per data set, and mean@k and pass@k of k samples, each a mean over all prompts
-    of all ranks.
-    """
-    for k, temperature in ((1, 0.0), (args.eval_samples, args.rollout.temperature)):
-        with metrics.timer("eval"):
-            how = sampling_seed(args.seed, "eval"), temperature
-            drawn = draw(engine, scorer, tokenizer, prompts, k, *how) if k else {}
-            rewards, stats = scorer.collect(len(drawn) * k)
-        metrics.update(
-            {n: stats[n] for n in ("error_frac", "timeout_frac")}, len(rewards), prefix="eval/"
-        )
-        for i, position in enumerate(drawn):
-            mine = rewards[i * k : (i + 1) * k]
-            greedy = {"reward": mine[0], f"{prompts[position].source}/reward": mine[0]}
-            sampled = {f"mean@{k}": sum(mine) / k, f"pass@{k}": max(mine)}
-            metrics.update(sampled if temperature else greedy, prefix="eval/")
-
-
-def compare(args: Args, groups: list[Group]) -> torch.Tensor:
-    """Advantages [P, G] of this rank's groups, from all samples of each group, truncated ones
-    included.
-    """
-    how, limit = args.advantage, args.rollout.max_response_tokens
-    rewards = torch.tensor([g.rewards for g in groups]).reshape(-1, args.batch.group_size)
-    lengths = torch.tensor([len(r.response_ids) for g in groups for r in g.rollouts]).reshape(
-        rewards.shape
+def compare(args: Args, groups: list[Group]) -> Tensor:
+    """Advantages [P, G] of this rank's groups, from all samples of each, truncated ones too."""
+    config = args.advantage
+    shape = len(groups), args.batch.group_size
+    rewards = torch.tensor([group.rewards for group in groups]).reshape(shape)
+    lengths = [[len(r.response_ids) for r in group.rollouts] for group in groups]
+    penalty = advantages.overlong_penalty(
+        torch.tensor(lengths).reshape(shape),
+        args.rollout.max_response_tokens,
+        buffer=config.overlong_buffer,
+        weight=config.overlong_weight,
     )
-    rewards = rewards + overlong_penalty(
-        lengths, limit, buffer=how.overlong_buffer, weight=how.overlong_weight
+    return advantages.group_advantages(
+        rewards + penalty, baseline=config.baseline, scale_by_std=config.scale_by_std
     )
-    return group_advantages(rewards, baseline=how.baseline, scale_by_std=how.scale_by_std)
 
 
 def to_sequences(
-    args: Args, groups: list[Group], advantages: torch.Tensor
-) -> tuple[list[dict], list[int]]:
+    args: Args, groups: list[Group], scores: Tensor
+) -> tuple[list[dict[str, Tensor]], list[int]]:
     """This rank's samples, and the minibatch of each. Collective."""
-    sequences, minibatches = [], []
-    places = args.batch.minibatches([g.position for g in groups])
-    for group, row, minibatch in zip(groups, advantages.tolist(), places, strict=True):
-        for rollout, advantage in zip(group.rollouts, row, strict=True):
-            learn = not (rollout.truncated and args.advantage.mask_truncated)
-            fields = dict(learn=learn, advantages=advantage, rollout_logprobs=rollout.logprobs)
-            sequences.append(sequence(rollout.prompt_ids, rollout.response_ids, **fields))
-            minibatches.append(minibatch)
-    return sequences, minibatches
+    sequences = []
+    for group, row in zip(groups, scores.tolist(), strict=True):
+        for sample, advantage in zip(group.rollouts, row, strict=True):
+            made = packing.sequence(
+                sample.prompt_ids,
+                sample.response_ids,
+                learn=not (sample.truncated and args.advantage.mask_truncated),
+                advantages=advantage,
+                rollout_logprobs=sample.logprobs,
+            )
+            sequences.append(made)
+    places = args.batch.minibatches([group.position for group in groups])
+    return sequences, [place for place in places for _ in range(args.batch.group_size)]
+
+
+def actor_gradients(
+    args: Args, policy: nn.Module, rows: list[PackedRow], totals: dict[str, int], meter
+) -> Tensor:
+    """Add the gradients of a minibatch to the policy; returns this rank's share of ppo_kl."""
+    kl = torch.zeros((), device=rows[0].tokens.device)
+    for i, row in enumerate(rows):
+        # Gradients are reduced over ranks once, behind the last row: until then they add up here.
+        is_last = i == len(rows) - 1
+        policy.set_requires_gradient_sync(is_last or args.model.reduce_every_row)
+        current, entropy = logprobs.token_logprobs(
+            policy, row, temperature=args.rollout.temperature
+        )
+        limit = args.rollout.max_response_tokens
+        loss, stats = losses.actor_loss(current, entropy, row, totals, args.loss, limit)
+        loss.backward()
+        meter.update(stats, row.num_response_tokens)
+        kl += stats["actor/ppo_kl"] * row.num_response_tokens / totals["tokens"]
+    return kl
 
 
 if __name__ == "__main__":
-    main(command_line(Args(), addition.SETTINGS, __doc__))
-    leave()
+    main(run.command_line(Args(), addition.SETTINGS, __doc__))
+    run.leave()

@@ -1,8 +1,29 @@
-"""A run begins and ends."""
+"""A run begins and ends: process group, command line, directory, refusals.
+
+The problem. Between a command and its first step much can go wrong that is the user's to mend, and
+the mending starts with the message. A traceback from eight ranks hides it; a setting of the wrong
+type is found an hour later; a second run writes over the first.
+
+How it works.
+1. `command_line` turns flags into one frozen dataclass. Its defaults are, in this order:
+       --config FILE     the settings of an earlier run, from its config.json
+       no --model        the built-in job's settings
+       otherwise         the dataclass's own
+   Flags go over them. What comes from a file is checked as what comes from the command line is:
+   names, types, choices, ranges.
+2. `refusals` is the block in which bad input may show up. What is raised there for the user
+   (ValueError, OSError) ends the job in one line, whichever rank meets it.
+3. `RunConfig.open` makes the run's directory and locks it for as long as the process lives. An
+   earlier run of that name is kept under a number, unless it is resumed.
+4. An uncaught exception ends its rank at once. A normal exit would wait for collectives that
+   nobody joins any more. torchrun then ends the others.
+
+What we give up: settings that change during a run; YAML.
+Source: tyro for the command line; torchrun's environment variables for the process group.
+"""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import io
@@ -11,16 +32,195 @@ import json
 import os
 import re
 import sys
+import time
 import traceback
-from collections.abc import Iterator, Mapping
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    output_dir: str = "runs"
+    """Directory of all runs."""
+    name: str = "run"
+    """The run's own directory in it; an earlier run of that name is renamed, unless it is
+    resumed."""
+    save_every: int = 0
+    """Save the training state every this many steps, and at the end; 0: never."""
+    keep: int = 2
+    """Newest saved states to keep."""
+    resume: bool = False
+    """Continue this name's run from its newest saved state."""
+
+    def __post_init__(self):
+        is_name = self.name not in ("", ".", "..") and "/" not in self.name
+        rule = "the name of a directory in --output-dir; try run"
+        require(is_name, "--name", repr(self.name), rule)
+        require(self.save_every >= 0, "--save-every", self.save_every, "at least 0 (off)")
+        require(self.keep >= 1, "--keep", self.keep, "at least 1")
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.output_dir) / self.name
+
+    def is_save_due(self, step: int, num_steps: int) -> bool:
+        """Whether the state is saved after 0-based `step`."""
+        if self.save_every == 0:
+            return False
+        return (step + 1) % self.save_every == 0 or step + 1 == num_steps
+
+    def open(self, settings: Any, *model_paths: str) -> None:
+        """Make the run's directory and write `settings` (a dataclass) to config.json, on rank 0.
+
+        Nothing is overwritten: the directory of an earlier run of this name, unless resumed, gets
+        the next free number. Raises ValueError if that run is still at work, if one of the models
+        lies in its directory, for a resume without a saved state, and for one that cannot go on
+        from it.
+        """
+        if dist.get_rank() != 0:
+            return
+        for path in model_paths:
+            inside = self.directory.resolve() in Path(path).resolve().parents
+            if path and inside:
+                raise ValueError(
+                    f"--model {path}: lies in this run's directory; give another --name"
+                )
+        config_file = self.directory / "config.json"
+        known = json.loads(json.dumps(asdict(settings)))
+        known["run"]["resume"] = False  # --config of this file starts a new run
+        if self.resume:
+            self._check_resume(known)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock()
+        if not self.resume and config_file.exists():
+            self._keep_earlier_run()
+            self._lock()
+        config_file.write_text(json.dumps(known, indent=2))
+
+    def _check_resume(self, known: dict[str, Any]) -> None:
+        steps = saved_steps(self.directory)
+        if not steps:
+            where = self.directory / "checkpoints"
+            advice = "leave it out, and set --save-every"
+            raise ValueError(f"--resume: there is no saved state in {where}; {advice}")
+        if steps[-1] > known["num_steps"]:
+            has = f"{self.directory} has {steps[-1]} already; give more"
+            raise ValueError(f"--num-steps {known['num_steps']}: {has}")
+        config_file = self.directory / "config.json"
+        if not config_file.exists():
+            return
+        earlier = _flat(json.loads(config_file.read_text()))
+        for flag, value in _flat(known).items():
+            if flag in FIXED_ON_RESUME and flag in earlier and earlier[flag] != value:
+                made = f"{self.directory} was made with {flag} {earlier[flag]}"
+                raise ValueError(f"--resume: {made}; give the same")
+
+    def _keep_earlier_run(self) -> None:
+        numbered = (Path(f"{self.directory}.{n}") for n in itertools.count(1))
+        kept = next(path for path in numbered if not path.exists())
+        self.directory.rename(kept)
+        print(f"{self.directory}: the earlier run of this name is now {kept}", flush=True)
+        self.directory.mkdir()
+
+    def _lock(self) -> None:
+        """Hold the directory until this process ends, however it ends."""
+        held = os.open(self.directory / "lock", os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            who = (self.directory / "lock").read_text().strip() or "?"
+            at_work = f"process {who} is at work there; end it or give another one"
+            raise ValueError(f"--name {self.name}: {at_work}") from error
+        os.pwrite(held, f"{os.getpid()} on {os.uname().nodename}".ljust(99).encode(), 0)
+
+
+# What a saved state follows from; a resumed run may change anything else.
+FIXED_ON_RESUME = ("--seed", "--model", "--data")
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """The steps of which a run's directory has a complete state, in ascending order."""
+    names = [path.name for path in (directory / "checkpoints").glob("step-*")]
+    return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d{6,}", name))
+
+
+def require(holds: object, flag: str, value: object, rule: str) -> None:
+    """ValueError "flag value: must be rule" unless `holds`."""
+    if not holds:
+        if isinstance(value, tuple):
+            value = " ".join(map(str, value))
+        raise ValueError(f"{flag} {value}: must be {rule}")
+
+
+def check(args: Any) -> None:
+    """The rules between settings of different groups that all scripts share.
+
+    args: an Args with num_steps, learning_rate, eval_every, eval_samples, eval_paths and the groups
+    batch, data, rollout and loss.
+    """
+    require(args.num_steps >= 1, "--num-steps", args.num_steps, "at least 1; try 200")
+    rate = args.learning_rate
+    require(0 < rate < 1, "--learning-rate", rate, "above 0 and below 1; try 1e-6")
+    require(args.eval_every >= 0, "--eval-every", args.eval_every, "at least 0 (never)")
+    require(args.eval_samples >= 0, "--eval-samples", args.eval_samples, "at least 0 (none)")
+    if args.eval_every == 0:
+        no_samples = args.eval_samples == 0
+        require(no_samples, "--eval-samples", args.eval_samples, "0, or with --eval-every 20")
+        require(not args.eval_paths, "--eval-data", args.eval_paths, "with --eval-every 20")
+    least = longest(args)
+    rule = f"at least {least}, --data.max-prompt-tokens + --rollout.max-response-tokens"
+    row = args.batch.tokens_per_row
+    require(row >= least, "--tokens-per-row", row, rule)
+    if args.rollout.eight_bit:
+        kind = args.loss.importance
+        rule = "token: an 8-bit sampler is another policy"
+        require(kind != "off", "--loss.importance", kind, rule)
+
+
+def longest(args: Any) -> int:
+    """Tokens of the longest sequence: a prompt with its response."""
+    return args.data.max_prompt_tokens + args.rollout.max_response_tokens
+
+
+def print_plan(args: Any, datasets: Sequence, eval_sets: Sequence, **models: str) -> None:
+    """The arithmetic of a run as a table, on rank 0."""
+    if dist.get_rank() != 0:
+        return
+    num_prompts = sum(map(len, datasets))
+    num_evals = sum(map(len, eval_sets))
+    num_ranks = dist.get_world_size()
+    num_engines = num_ranks // args.rollout.tensor_parallel_size
+    limits = args.data.max_prompt_tokens, args.rollout.max_response_tokens
+    plan = {
+        **models,
+        "data": f"{num_prompts} prompts for {args.num_steps} steps, {num_evals} to evaluate",
+        "ranks": f"{num_ranks}; {num_engines} {args.rollout.engine} engines",
+        "batch": args.batch.describe(*limits),
+    }
+    for name, text in plan.items():
+        print(f"{name:>8}  {text}", flush=True)
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Inside, a ValueError or OSError ends the job with one line "error: ..." and exit code 1."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # Mostly the first rank of the host has met the same, and ends the job before this is
+            # over: then its line is the only one.
+            time.sleep(2)
+        sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
@@ -30,32 +230,24 @@ def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
     Collectives fail after timeout_s: it must exceed the longest rollout or reward. Seeds torch
     alike on all ranks.
     """
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "localhost",
-    }.items():
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+    for name, value in alone.items():
         os.environ.setdefault(name, value)
-    alone = {}
-    if "MASTER_PORT" not in os.environ:
-        alone = dict(
-            store=dist.HashStore(), rank=0, world_size=1
-        )  # a single process: no port to collide on
+    single = {}
+    if "MASTER_PORT" not in os.environ:  # a single process: no port to collide on
+        single = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **single)
     sys.excepthook = _exit_now
     torch.manual_seed(seed)
     return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 
 def _exit_now(kind, value, trace) -> None:
-    """Report an uncaught exception and leave without clean-up: a normal exit waits for collectives
-    nobody joins.
-    """
+    """Report an uncaught exception and leave without clean-up."""
     text = "".join(traceback.format_exception(kind, value, trace))
     print(f"[rank {os.environ.get('RANK', '0')}] {text}", file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -63,8 +255,9 @@ def _exit_now(kind, value, trace) -> None:
 
 
 def leave() -> None:
-    """End a finished run on all ranks: a normal exit would print what the engine's libraries leave.
-    Collective.
+    """End a finished run on all ranks. Collective.
+
+    A normal exit would print what the engine's libraries leave behind.
     """
     dist.barrier()
     sys.stdout.flush()
@@ -72,180 +265,134 @@ def leave() -> None:
     os._exit(0)
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    output_dir: str = "runs"
-    """Directory of all runs."""
-    name: str = "run"
-    """The run's own directory in it; an earlier run of that name is renamed, unless it is resumed.
-    """
-    save_every: int = 0
-    """Save the training state every this many steps, and at the end; 0: never."""
-    keep: int = 2
-    """Newest saved states to keep."""
-    resume: bool = False
-    """Continue this name's run from its newest saved state."""
-
-    def __post_init__(self):
-        if self.name in ("", ".", "..") or "/" in self.name:
-            raise ValueError(
-                f"--name {self.name!r}: must be the name of a directory in --output-dir; try run"
-            )
-        if self.save_every < 0 or self.keep < 1:
-            raise ValueError(
-                f"--save-every {self.save_every}: at least 0 (off); --keep {self.keep}: at least 1"
-            )
-
-    @property
-    def directory(self) -> Path:
-        return Path(self.output_dir) / self.name
-
-    def open(self, settings: Any, *model_paths: str) -> None:
-        """Make the run's directory and write `settings` (a dataclass) to config.json. Rank 0 only.
-
-        Nothing is overwritten: the directory of an earlier run of this name, unless resumed, gets
-        the next free number. Raises ValueError if that run is still at work, if one of the models
-        lies in its directory, and for a resume without a saved state.
-        """
-        for path in model_paths:
-            if self.directory.resolve() in Path(path).resolve().parents:
-                raise ValueError(
-                    f"--model {path}: lies in the directory of this run; give another --name"
-                )
-        if self.resume and not saved_steps(self.directory):
-            where = self.directory / "checkpoints"
-            raise ValueError(
-                f"--resume: there is no saved state in {where}; leave it out, and set --save-every"
-            )
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock()
-        if not self.resume and (self.directory / "config.json").exists():
-            number = next(
-                n for n in itertools.count(1) if not Path(f"{self.directory}.{n}").exists()
-            )
-            self.directory.rename(f"{self.directory}.{number}")
-            print(
-                f"{self.directory}: the earlier run of this name is now {self.directory}.{number}",
-                flush=True,
-            )
-            self.directory.mkdir()
-            self._lock()
-        known = json.loads(json.dumps(asdict(settings)))
-        known.get("run", {}).update(resume=False)  # --config of this file starts a new run
-        if self.resume and (self.directory / "config.json").exists():
-            earlier = json.loads((self.directory / "config.json").read_text())
-            for name, flag in (
-                ("seed", "--seed"),
-                ("data_paths", "--data"),
-                ("model_path", "--model"),
-            ):
-                if (made := earlier.get(name)) != known.get(name):
-                    raise ValueError(
-                        f"--resume: {self.directory} was made with {flag} {made}; give the same"
-                    )
-            saved = saved_steps(self.directory)[-1]
-            if saved > known.get("num_steps", saved):
-                raise ValueError(
-                    f"--num-steps {known['num_steps']}: {self.directory} has {saved} already; give more"
-                )
-        (self.directory / "config.json").write_text(json.dumps(known, indent=2))
-
-    def _lock(self) -> None:
-        """Hold the directory until this process ends, however it ends."""
-        held = os.open(self.directory / "lock", os.O_CREAT | os.O_RDWR)
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            who = f"process {(self.directory / 'lock').read_text().strip() or '?'}"
-            raise ValueError(
-                f"--name {self.name}: {who} is at work there; end it or give another one"
-            ) from error
-        os.pwrite(held, f"{os.getpid()} on {os.uname().nodename}".ljust(99).encode(), 0)
-
-
-def from_json(default: Any, values: Mapping[str, Any]) -> Any:
-    """The dataclass `default` with `values`, as json made them of asdict(...): nested dataclasses
-    and tuples restored.
-
-    Values that are left out stay as in `default`. Raises ValueError for a name that is no field,
-    and as the dataclasses themselves do.
-    """
-    known = {}
-    for name, value in values.items():
-        if name not in {field.name for field in fields(default)}:
-            raise ValueError(
-                f"{type(default).__name__} has no setting {name!r}: written by another version?"
-            )
-        old = getattr(default, name)
-        if is_dataclass(old):
-            value = from_json(old, value)
-        known[name] = tuple(value) if isinstance(value, list) else value
-    return replace(default, **known)
-
-
 def command_line(default: Any, built_in: Mapping[str, Any], description: str) -> Any:
-    """The settings by sys.argv over `default`'s: with --config FILE over an earlier run's
-    config.json, without --model over `built_in`. A refused setting is one line "error: ..." and
-    exit code 2.
+    """The settings by sys.argv, of the type of `default`; which defaults hold: module docstring.
+
+    A refused setting is one line "error: ..." and exit code 2.
     """
     import tyro
 
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", type=Path, metavar="FILE")
-    earlier, argv = parser.parse_known_args()
-    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    peek.add_argument("--model", nargs="?", default="built-in")
+    argv = sys.argv[1:]
     is_first = os.environ.get("RANK", "0") == "0"
     try:
-        if earlier.config is not None:
-            if not earlier.config.is_file():
-                raise ValueError(
-                    f"--config {earlier.config}: no such file; give an earlier run's config.json"
-                )
-            default = from_json(default, _read_settings(earlier.config))
-        elif peek.parse_known_args(argv)[0].model == "built-in":
+        if (file := _take(argv, "--config")) is not None:
+            default = from_json(default, _read_settings(Path(file)))
+        elif _take(list(argv), "--model") in (None, "built-in"):
             default = from_json(default, built_in)
         printed = io.StringIO()
         with contextlib.redirect_stderr(printed):
-            options = dict(default=default, description=description, console_outputs=is_first)
-            settings = tyro.cli(type(default), args=argv, **options)
-        if flags := list(_flags_without_number(asdict(settings))):
-            raise ValueError(f"{' '.join(flags)}: is not a number")
+            settings = tyro.cli(
+                type(default),
+                args=argv,
+                default=default,
+                description=description,
+                console_outputs=is_first,
+            )
+        for flag, value in _flat(asdict(settings)).items():
+            values = value if isinstance(value, tuple) else (value,)
+            is_number = all(x == x for x in values)  # comparisons let NaN pass
+            require(is_number, flag, value, "a number")
         return settings
     except ValueError as error:
         message = str(error)
     except SystemExit as stop:
         if not stop.code:
             raise
-        message = " ".join(
-            re.sub(r"[^\x21-\x7e]+", " ", printed.getvalue()).split()
-        )  # without tyro's frame
-        message = re.sub(
-            r"^Value error Error parsing \S+: | For full helptext, see .*", "", message
-        )
+        message = _without_frame(printed.getvalue())
     if is_first:
         print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
+def _take(argv: list[str], flag: str) -> str | None:
+    """What follows `flag`, which is removed from argv with it."""
+    for i, word in enumerate(argv):
+        if word == flag:
+            if i + 1 == len(argv):
+                raise ValueError(f"{flag}: expected one argument")
+            value = argv[i + 1]
+            del argv[i : i + 2]
+            return value
+        if word.startswith(f"{flag}="):
+            del argv[i]
+            return word.partition("=")[2]
+    return None
+
+
+def _without_frame(text: str) -> str:
+    """tyro's message as one line, without its frame and its advice."""
+    line = " ".join(re.sub(r"[^\x21-\x7e]+", " ", text).split())
+    return re.sub(r"^Value error Error parsing \S+: | For full helptext, see .*", "", line)
+
+
 def _read_settings(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ValueError(f"--config {file}: no such file; give an earlier run's config.json")
     with contextlib.suppress(ValueError):
         if isinstance(settings := json.loads(file.read_text()), dict):
             return settings
     raise ValueError(f"--config {file}: is not a JSON object; give an earlier run's config.json")
 
 
-def _flags_without_number(settings: Mapping[str, Any], prefix: str = "--") -> Iterator[str]:
+def from_json(default: Any, values: Mapping[str, Any], prefix: str = "--") -> Any:
+    """The dataclass `default` with `values`, as json made them of asdict(...).
+
+    Nested dataclasses and tuples are restored; values that are left out stay as in `default`.
+    Raises ValueError, which names the flag, for a name that is no setting, a value of another type
+    or outside its choices, and as the dataclasses themselves do.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{prefix.rstrip('.')} {values}: must be a group of settings")
+    kinds = typing.get_type_hints(type(default))
+    names = {field.name for field in fields(default)}
+    known = {}
+    for name, value in values.items():
+        flag = f"{prefix}{FLAGS.get(name, name).replace('_', '-')}"
+        if name not in names:
+            raise ValueError(f"{flag}: is no setting; written by another version?")
+        old = getattr(default, name)
+        if is_dataclass(old):
+            group = "--" if name in ("run", "batch") else f"{flag}."
+            known[name] = from_json(old, value, group)
+        else:
+            known[name] = _typed(value, kinds[name], flag)
+    return replace(default, **known)
+
+
+# Fields whose flag has another name.
+FLAGS = {"model_path": "model", "data_paths": "data", "eval_paths": "eval-data"}
+FLAGS |= {"reward_model_path": "reward-model"}
+
+
+def _typed(value: Any, kind: Any, flag: str) -> Any:
+    """`value` if it is of the type `kind`; a list becomes a tuple, and an int a float."""
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        is_choice = any(value == x and type(value) is type(x) for x in choices)
+        require(is_choice, flag, value, f"one of {', '.join(map(str, choices))}")
+        return value
+    if typing.get_origin(kind) is tuple:
+        require(isinstance(value, (list, tuple)), flag, repr(value), "a list")
+        kinds = typing.get_args(kind)
+        if kinds[-1] is ...:
+            kinds = kinds[:1] * len(value)
+        require(len(value) == len(kinds), flag, list(value), f"{len(kinds)} values")
+        return tuple(_typed(x, k, flag) for x, k in zip(value, kinds, strict=True))
+    if kind is float and type(value) is int:
+        return float(value)
+    assert isinstance(kind, type) and not isinstance(kind, types.GenericAlias), (flag, kind)
+    require(type(value) is kind, flag, repr(value), f"of type {kind.__name__}")
+    return value
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "--") -> dict[str, Any]:
+    """{flag: value} of nested settings."""
+    flat = {}
     for name, value in settings.items():
+        flag = f"{prefix}{FLAGS.get(name, name).replace('_', '-')}"
         if isinstance(value, Mapping):
-            yield from _flags_without_number(value, f"{prefix}{name}.")
-        elif any(
-            x != x for x in (value if isinstance(value, tuple) else (value,))
-        ):  # NaN, which comparisons let pass
-            yield f"{prefix}{name} nan".replace("_", "-")
-
-
-def saved_steps(directory: Path) -> list[int]:
-    """The steps of which a run's directory has a complete state, in ascending order."""
-    found = [p.name for p in (directory / "checkpoints").glob("step-*")]
-    return sorted(int(n.removeprefix("step-")) for n in found if re.fullmatch(r"step-\d{6,}", n))
+            group = "--" if name in ("run", "batch") else f"{flag}."
+            flat |= _flat(value, group)
+        else:
+            flat[flag] = value
+    return flat

@@ -14,12 +14,15 @@ it can learn to add.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 ALPHABET = "0123456789+="
 PAD, EOS = "<pad>", "<eos>"
@@ -50,6 +53,60 @@ PPO_SETTINGS = SETTINGS | dict(
     critic=dict(learning_rate=1e-3),
     gae=dict(gae_lambda=1.0),
 )
+
+
+def prepare(args):
+    """`args` with paths in place of "built-in": the model, what it learns from, what is held out.
+
+    args: the Args of an entry script. Collective: rank 0 makes what is not there yet. Raises
+    ValueError for data that the built-in model cannot read, or prompts that are held out of others.
+    """
+    own_data = args.data_paths != ("built-in",)
+    if own_data and args.model_path == "built-in":
+        rule = "with a --model of your own: the built-in one only adds"
+        raise ValueError(f"--data {' '.join(args.data_paths)}: must be {rule}")
+    if args.eval_paths and not own_data:
+        rule = "with --data of your own"
+        raise ValueError(f"--eval-data {' '.join(args.eval_paths)}: must be {rule}")
+    paths = [built_in_paths(args) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(paths)
+    return replace(args, **paths[0])
+
+
+def built_in_paths(args) -> dict:
+    """The fields of `args` that say "built-in", as paths."""
+    made = {}
+    reward_model = getattr(args, "reward_model_path", "")
+    critic = getattr(args, "critic", None)
+    if args.model_path == "built-in":
+        made["model_path"] = cached_model(args.seed)
+    if reward_model == "built-in":
+        made["reward_model_path"] = cached_model(args.seed, reward_model=True)
+    if critic is not None and critic.path == "built-in":
+        made["critic"] = replace(critic, path=cached_model(args.seed, reward_model=True))
+    if args.data_paths == ("built-in",):
+        # A reward model has not been taught the hard ones; without a critic they serve for nothing.
+        hard = critic is not None and not reward_model
+        made["data_paths"] = write_prompts("train", training_sets(hard))
+        if args.eval_every:
+            made["eval_paths"] = write_prompts("held_out", {"addition": problems(held_out=True)})
+    return made
+
+
+def write_prompts(split: str, sets: dict[str, list[dict]]) -> tuple[str, ...]:
+    """The files with the rows of `sets` as JSON lines; a file's name is its data set's."""
+    directory = cache_directory() / f"addition-v{VERSION}-{split}"
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, rows in sets.items():
+        temporary = directory / f".{name}.{os.getpid()}"
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        temporary.rename(directory / name)
+    return tuple(str(directory / name) for name in sets)
+
+
+def cache_directory() -> Path:
+    """Where the built-in models and prompts are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "handful"
 
 
 def problems(held_out: bool, num_held_out: int = 256) -> list[dict]:
@@ -86,8 +143,8 @@ def cached_model(seed: int, reward_model: bool = False) -> str:
     """The directory of the built-in model for `seed`, or of its reward model, made on the first
     call and kept.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "handful"
-    directory = cache / f"addition-v{VERSION}-{'judge-' if reward_model else ''}seed{seed}"
+    kind = "judge-" if reward_model else ""
+    directory = cache_directory() / f"addition-v{VERSION}-{kind}seed{seed}"
     if not (directory / "config.json").exists():
         temporary = directory.with_suffix(f".{os.getpid()}")
         if reward_model:
@@ -146,7 +203,8 @@ def make_model(out_dir: str | Path, seed: int) -> None:
 
 @contextlib.contextmanager
 def reproducible(seed: int) -> Iterator[None]:
-    """torch seeded, on one thread: sums in another order would give other bytes on another machine."""
+    """torch seeded, on one thread: sums in another order would give other bytes on another machine.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
