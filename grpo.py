@@ -116,13 +116,14 @@ class Args:
 
     def __post_init__(self):
         run.check(self)  # the rules that all scripts share
-        require, batch, tries = run.require, self.batch, self.resample_tries
+        require = run.require
+        tries = self.resample_tries
         require(tries >= 1, "--resample-tries", tries, "at least 1")
-        if batch.group_size == 1:
+        if self.batch.group_size == 1:
             rule = "1 with groups of 1, which have no spread"
             require(tries == 1, "--resample-tries", tries, rule)
             alone = self.advantage.baseline == "batch"
-            require(alone, "--group-size", batch.group_size, "at least 2; try 8")
+            require(alone, "--group-size", 1, "at least 2; try 8")
         if not self.loss.kl_coef:
             never = self.refresh_every == 0
             require(never, "--refresh-every", self.refresh_every, "0 without --loss.kl-coef")

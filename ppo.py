@@ -256,7 +256,8 @@ def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Pr
     has_evals = eval_sets or not args.eval_every
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)
-    ranks, dtype = dist.get_world_size(), args.model.master_dtype
+    ranks = dist.get_world_size()
+    dtype = args.model.master_dtype
     copies = 1 if args.loss.kl_coef or args.gae.kl_coef else 0
     size = hub.memory_plan(path, ranks, dtype, copies)
     critic_size = hub.memory_plan(critic_path, ranks, dtype, 1 if reward_path else 0)

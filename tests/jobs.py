@@ -53,16 +53,16 @@ def settings(tiny, files, out, entry=grpo, **changes):
 
 
 def train(args, world_size=1, **replaced):
-    """The run's directory after the entry's main(args); `replaced` are stand-ins for what the entry
-    imports.
-    """
+    """The run's directory after the entry's main(args); `replaced`: stand-ins by "module.name"."""
     entry = sys.modules[type(args).__module__]
-    scorer = functools.partial(Scorer, callables=REWARDS)
+    replaced = {"run.init_distributed": joined} | replaced
 
     def job():
-        for name, value in (dict(Scorer=scorer, init_distributed=joined) | replaced).items():
-            assert hasattr(entry, name), name
-            setattr(entry, name, value)
+        entry.Scorer = functools.partial(Scorer, callables=REWARDS)
+        for name, value in replaced.items():
+            module, _, attribute = name.partition(".")
+            assert hasattr(sys.modules[module], attribute), name
+            setattr(sys.modules[module], attribute, value)
         entry.main(args)
 
     run_ranks(world_size, job, timeout_s=120)
@@ -97,7 +97,7 @@ def largest_difference(found, expected):
 
 
 class Scripted(HfEngine):
-    """An engine whose responses follow from the prompt alone: the same ones on any number of ranks."""
+    """Its responses follow from the prompt alone: the same ones on any number of ranks."""
 
     def _run(self, prompts, num_samples, temperature, seed, finish):
         for index in range(len(prompts) * num_samples):
