@@ -56,18 +56,15 @@ class DataConfig:
             )
         if any(weight <= 0 for weight in self.weights):
             raise ValueError(
-                f"--data.weights {self.weights}: must be above 0; leave a data set out of --data instead"
+                f"--data.weights {self.weights}: must be above 0; or leave it out of --data"
             )
+        flag = f"--data.template-options {self.template_options}"
         try:
             options = json.loads(self.template_options)
         except json.JSONDecodeError as error:
-            raise ValueError(
-                f"--data.template-options {self.template_options}: not JSON ({error})"
-            ) from error
+            raise ValueError(f"{flag}: not JSON ({error})") from error
         if not isinstance(options, dict):
-            raise ValueError(
-                f"--data.template-options {self.template_options}: must be a JSON object, such as {{}}"
-            )
+            raise ValueError(f"{flag}: must be a JSON object, such as {{}}")
 
 
 @dataclass(frozen=True)
@@ -213,12 +210,11 @@ def to_prompts(rows: Sequence[dict], tokenizer, config: DataConfig, source: str)
         for prompt_ids, text, (_, answer, columns) in zip(ids, texts, parsed, strict=True)
     ]
     if not all(p.prompt_ids for p in prompts):
-        raise ValueError(
-            f"{source}: has an empty prompt, and nothing can be sampled after nothing; remove the row"
-        )
+        raise ValueError(f"{source}: has an empty prompt; remove the row")
     kept = [p for p in prompts if len(p.prompt_ids) <= config.max_prompt_tokens]
     num_long = len(prompts) - len(kept)
-    rule = f"{num_long} of {len(prompts)} prompts exceed --data.max-prompt-tokens {config.max_prompt_tokens}"
+    limit = f"--data.max-prompt-tokens {config.max_prompt_tokens}"
+    rule = f"{num_long} of {len(prompts)} prompts exceed {limit}"
     if num_long and (config.long_prompts == "refuse" or not kept):
         longest = max(len(p.prompt_ids) for p in prompts)
         instead = " or use --data.long-prompts drop" if kept else ""
@@ -248,8 +244,8 @@ def _parse_row(row: dict, source: str) -> tuple[list[dict], str, dict]:
     )
     if not is_chat or (answer is None and not columns):
         raise ValueError(
-            f"{source}: has columns {sorted(row)}; needs `prompt` or `question` (text or chat messages), and "
-            f"{', '.join(ANSWER_COLUMNS)} or reward_model.ground_truth"
+            f"{source}: has columns {sorted(row)}; needs `prompt` or `question` (text or chat "
+            f"messages), and {', '.join(ANSWER_COLUMNS)} or reward_model.ground_truth"
         )
     answer = "" if answer is None else str(answer)
     if "####" in answer:
@@ -267,8 +263,8 @@ def _render(messages: list[dict], tokenizer, config: DataConfig, source: str) ->
     if tokenizer.chat_template is None:
         if len(messages) > 1:
             raise ValueError(
-                f"{source}: chat messages or a --data.system-prompt need a chat template, and the model's "
-                "tokenizer has none; give prompts as text"
+                f"{source}: chat messages or a --data.system-prompt need a chat template, and the "
+                "model's tokenizer has none; give prompts as text"
             )
         return messages[0]["content"]
     from jinja2 import TemplateError
@@ -291,7 +287,7 @@ def sampling_seed(*place: object) -> int:
 
 class PromptStream:
     """An endless iterator over batches of prompts, the same on every rank, with a state of one
-    integer per data set.
+    integer per data set. A loop of your own may say `for prompts in stream`; the scripts take().
     """
 
     def __init__(
@@ -304,16 +300,15 @@ class PromptStream:
     ):
         if weights and len(weights) != len(datasets):
             raise ValueError(
-                f"--data.weights {tuple(weights)}: must be {len(datasets)} numbers, one for each data set"
+                f"--data.weights {tuple(weights)}: must be {len(datasets)} numbers, "
+                "one for each data set"
             )
         self.datasets = datasets
         self.batch_size = batch_size
         self.weights = list(weights) or [len(d) for d in datasets]
         self.seed = seed
         self.num_taken = [0] * len(datasets)
-        self._orders: dict[
-            int, tuple[int, list[int]]
-        ] = {}  # data set -> its current epoch and permutation
+        self._orders: dict[int, tuple[int, list[int]]] = {}  # data set -> its epoch and permutation
 
     def __iter__(self) -> Iterator[list[Prompt]]:
         return self
@@ -358,7 +353,7 @@ class PromptStream:
         origin = self.state_dict()["origin"]
         if state["origin"] != origin:
             raise ValueError(
-                f"the checkpoint's order of prompts follows from {state['origin']}, this one from {origin}: resume "
-                "with the same --data, --data.weights and --seed"
+                f"the checkpoint's order of prompts follows from {state['origin']}, this one from "
+                f"{origin}: resume with the same --data, --data.weights and --seed"
             )
         self.num_taken = list(state["num_taken"])
