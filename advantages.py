@@ -192,7 +192,8 @@ def token_rewards(
     rewards = torch.zeros_like(logprobs)
     if kl_coef:
         rewards = torch.where(response_mask, -kl_coef * (logprobs - ref_logprobs), 0.0)
-    lengths, num_tokens = cu_seqlens.diff().long(), len(logprobs)
+    lengths = cu_seqlens.diff().long()
+    num_tokens = len(logprobs)
     # The last response token of a sequence: none follows it before the next sequence begins.
     num_seen = response_mask.cumsum(0)
     num_at_end = num_seen[cu_seqlens[1:].long() - 1]  # [S]

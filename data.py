@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -81,20 +81,26 @@ class Prompt:
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "target", "label")
 
 
+def load_all(
+    paths: Sequence[str], eval_paths: Sequence[str], tokenizer, config: DataConfig
+) -> tuple[list[list[Prompt]], list[list[Prompt]]]:
+    """(data sets to learn from, data sets to evaluate on), by load_prompts."""
+    return (
+        load_prompts(paths, tokenizer, config),
+        load_prompts(eval_paths, tokenizer, config, "--eval-data"),
+    )
+
+
 def load_prompts(
     sources: Sequence[str], tokenizer, config: DataConfig, flag: str = "--data"
 ) -> list[list[Prompt]]:
-    """One list of prompts per source: a .jsonl or .parquet file, reasoning_gym:NAME:SIZE:SEED, or a
-    Hub name.
+    """One list of prompts per source: a file of JSON lines, a .parquet file, a Hub name, or
+    reasoning_gym:NAME:SIZE:SEED.
 
     Raises ValueError, which begins with `flag`, for a missing, broken or empty data set, unknown
     columns, prompts that the chat template refuses, and prompts over the limit where those are
     refused.
     """
-    if config.weights and len(config.weights) != len(sources):
-        raise ValueError(
-            f"--data.weights {config.weights}: {len(sources)} data sets need {len(sources)} weights"
-        )
     names = [Path(source).name for source in sources]  # in metrics and samples
     if len(set(names)) < len(names):
         names = list(sources)
@@ -127,6 +133,8 @@ def require_columns(datasets: Sequence[Sequence[Prompt]], wanted: dict[str, list
 def read_rows(source: str, split: str) -> list[dict]:
     """The rows of one source as dictionaries."""
     kind = Path(source).suffix
+    if not kind and Path(source).is_file():
+        kind = ".jsonl"
     if source.startswith("reasoning_gym:"):
         return _reasoning_gym_rows(*source.split(":")[1:4])
     if kind in (".jsonl", ".json", ".parquet") and not Path(source).is_file():
@@ -286,14 +294,13 @@ def sampling_seed(*place: object) -> int:
 
 
 class PromptStream:
-    """An endless iterator over batches of prompts, the same on every rank, with a state of one
-    integer per data set. A loop of your own may say `for prompts in stream`; the scripts take().
+    """An endless stream of prompts, the same on every rank, with a state of one integer per data
+    set.
     """
 
     def __init__(
         self,
         datasets: Sequence[Sequence[Prompt]],
-        batch_size: int,
         *,
         weights: Sequence[float] = (),
         seed: int = 0,
@@ -304,18 +311,10 @@ class PromptStream:
                 "one for each data set"
             )
         self.datasets = datasets
-        self.batch_size = batch_size
         self.weights = list(weights) or [len(d) for d in datasets]
         self.seed = seed
         self.num_taken = [0] * len(datasets)
         self._orders: dict[int, tuple[int, list[int]]] = {}  # data set -> its epoch and permutation
-
-    def __iter__(self) -> Iterator[list[Prompt]]:
-        return self
-
-    def __next__(self) -> list[Prompt]:
-        """The next batch_size prompts."""
-        return self.take(self.batch_size)
 
     def take(self, num_prompts: int) -> list[Prompt]:
         """The next num_prompts prompts; a data set that ends begins its next epoch."""
@@ -323,8 +322,8 @@ class PromptStream:
 
     def _next_prompt(self) -> Prompt:
         total = sum(self.num_taken) + 1
-        share = [w / sum(self.weights) for w in self.weights]
-        d = max(range(len(share)), key=lambda i: (share[i] * total - self.num_taken[i], -i))
+        shares = [weight / sum(self.weights) for weight in self.weights]
+        d = max(range(len(shares)), key=lambda i: (shares[i] * total - self.num_taken[i], -i))
         epoch, offset = divmod(self.num_taken[d], len(self.datasets[d]))
         if self._orders.get(d, (-1, []))[0] != epoch:
             self._orders[d] = (epoch, self._permutation(d, epoch))
