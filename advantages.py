@@ -14,7 +14,9 @@ group cannot be torn:
     / std (ddof 1)      0 0 0 0            -.5 -.5 -.5 1.5           (GRPO)
     leave_one_out       0 0 0 0            -.33 -.33 -.33 1          (RLOO: mean of the others)
     batch               .375 (x4)          -.625 (x3) .375           (REINFORCE with the batch mean)
-A group without spread gives exactly 0: its deviations are 0 before anything is divided.
+A group without spread gives exactly 0: its deviations are 0 before anything is divided. Rewards are
+compared in double, where a sum of weighted scores may differ from its equal in the last digit: so
+much counts as equal (`has_spread` says so to a filter).
 
 GAE runs backwards over the response tokens of each sequence in a packed row; masked tokens between
 two response tokens (a tool's output) are no transitions and are skipped. The value after the last
@@ -37,7 +39,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -45,11 +47,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 T = TypeVar("T")
+Baseline = Literal["group", "leave_one_out", "batch"]
 
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    baseline: Literal["group", "leave_one_out", "batch"] = "group"
+    baseline: Baseline = "group"
     """What a reward is compared with: the mean of its group (GRPO), its siblings (RLOO) or the
     batch (REINFORCE).
     """
@@ -69,10 +72,17 @@ class AdvantageConfig:
     """
 
     def __post_init__(self):
+        _check_baseline("--advantage.baseline", self.baseline)
         for name in ("overlong_buffer", "overlong_weight"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 flag = f"--advantage.{name.replace('_', '-')} {getattr(self, name)}"
-                raise ValueError(f"{flag}: must be at least 0; 0 switches the penalty off")
+                raise ValueError(f"{flag}: must be finite and at least 0 (no penalty)")
+
+
+def _check_baseline(name: str, value: str) -> None:
+    *others, last = get_args(Baseline)
+    if value not in (*others, last):
+        raise ValueError(f"{name} {value}: must be {', '.join(others)} or {last}")
 
 
 @dataclass(frozen=True)
@@ -100,9 +110,9 @@ class GaeConfig:
         for name, holds, rule in (
             ("gamma", 0 <= self.gamma <= 1, "in [0, 1]; try 1"),
             ("gae_lambda", 0 <= self.gae_lambda <= 1, "in [0, 1]; try 0.95"),
-            ("kl_coef", self.kl_coef >= 0, "at least 0 (off)"),
+            ("kl_coef", 0 <= self.kl_coef < math.inf, "finite and at least 0 (off)"),
             ("kl_coef", self.kl_coef or not self.kl_target, "above 0 with --gae.kl-target"),
-            ("kl_target", self.kl_target >= 0, "at least 0 (off)"),
+            ("kl_target", 0 <= self.kl_target < math.inf, "finite and at least 0 (off)"),
             ("kl_horizon", self.kl_horizon >= 1, "at least 1; try 10000"),
         ):
             if not holds:
@@ -113,34 +123,57 @@ class GaeConfig:
 def group_advantages(
     rewards: Tensor,
     *,
-    baseline: Literal["group", "leave_one_out", "batch"] = "group",
+    baseline: Baseline = "group",
     scale_by_std: bool = True,
     epsilon: float = 1e-6,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """(reward - baseline) / (std + epsilon), [P, G] -> [P, G]; exactly 0 for a group whose rewards
-    are all equal.
+    """(reward - baseline) / (std + epsilon), [P, G] -> [P, G] fp32; exactly 0 for a group whose
+    rewards are all equal.
 
     std is the sample deviation (ddof 1). baseline "batch" takes mean and deviation over all prompts
     of all ranks of `group` (collective; P may differ between ranks and be 0). Raises ValueError for
-    G < 2 unless baseline is "batch".
+    G < 2 unless baseline is "batch", and for rewards that fp32 does not hold.
     """
+    _check_baseline("baseline", baseline)
+    if rewards.ndim != 2:
+        raise ValueError(f"rewards {list(rewards.shape)}: must be [P, G], a line for each group")
     group_size = rewards.shape[1]
     if group_size < 2 and baseline != "batch":
         raise ValueError(
             f"group size {group_size}: a group baseline needs at least 2 samples per prompt; try 8"
         )
+    if not rewards.float().isfinite().all():
+        raise ValueError(f"rewards {rewards[~rewards.float().isfinite()].tolist()}: must be finite in fp32")
     if baseline == "batch":
+        rewards = rewards.double()
         mean, std = _global_mean_std(rewards, torch.ones_like(rewards, dtype=torch.bool), group)
-        return (rewards - mean) / (std + epsilon) if scale_by_std else rewards - mean
-    # Equal rewards must give exactly 0, and a mean of equal floats need not be that float: centre
-    # on the first sample.
-    shifted = rewards - rewards[:, :1]
-    deviations = shifted - shifted.mean(1, keepdim=True)
-    std = shifted.std(1, keepdim=True)
+        deviations = (rewards - mean).float()
+        std = std.float()
+    else:
+        shifted = _shifted(rewards)
+        deviations = shifted - shifted.mean(1, keepdim=True)
+        std = shifted.std(1, keepdim=True)
     if baseline == "leave_one_out":
         deviations = deviations * group_size / (group_size - 1)  # r - mean of the others
     return deviations / (std + epsilon) if scale_by_std else deviations
+
+
+def _shifted(rewards: Tensor) -> Tensor:
+    """Rewards [P, G] less the first of their group, fp32; exactly 0 where they are equal.
+
+    Not less the mean: a mean of equal floats need not be that float. In double, since 1e8 and
+    1e8 + 1 are one number in fp32; and a difference of rounding (0.1 + 0.2 and 0.3) is none.
+    """
+    exact = rewards.double()
+    shifted = exact - exact[:, :1]
+    rounding = 1e-12 * exact.abs().amax(1, keepdim=True)
+    return torch.where(shifted.abs() <= rounding, 0.0, shifted).float()
+
+
+def has_spread(rewards: Sequence[float]) -> bool:
+    """Whether a group's rewards [G] have advantages: False exactly where group_advantages gives 0."""
+    return bool(_shifted(torch.tensor([rewards], dtype=torch.float64)).any())
 
 
 def _global_mean_std(
@@ -150,6 +183,7 @@ def _global_mean_std(
     nothing. Collective.
     """
     # Two passes: E[x^2] - E[x]^2 loses all digits when the mean is large against the spread.
+    x = x if x.is_floating_point() else x.float()  # a mean of integers is none
     sum_and_count = torch.stack([torch.where(mask, x, 0.0).double().sum(), mask.sum().double()])
     total, count = _sum_over_ranks(sum_and_count, group)
     mean = total / count.clamp(min=1)
@@ -217,6 +251,7 @@ def gae(
     rewards [N], values [N] (value of the state before the token), response_mask [N] bool,
     cu_seqlens [S+1].
     """
+    rewards = rewards if rewards.is_floating_point() else rewards.float()
     num_live = [int(mask.sum()) for mask in response_mask.split(cu_seqlens.diff().tolist())]
     # A padded line for each sequence holds the response tokens alone: packed neighbours and masked
     # gaps are gone.
@@ -360,7 +395,7 @@ def overlong_penalty(lengths: Tensor, limit: int, *, buffer: int, weight: float)
     buffer 0: no penalty at all. Source: DAPO's soft overlong punishment, eq. 13.
     """
     if buffer == 0:
-        return torch.zeros(lengths.shape)
+        return torch.zeros(lengths.shape, device=lengths.device)
     return -weight * (lengths - (limit - buffer)).clamp(min=0) / buffer
 
 
