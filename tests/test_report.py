@@ -342,7 +342,7 @@ def test_files_that_are_there_before_the_first_step_are_moved_aside_not_emptied(
 
 @contextlib.contextmanager
 def files_of_at_most(num_bytes):
-    """As on a full disk, a write takes what fits and the next one fails; for a process of its own."""
+    """As on a full disk, a write takes what fits, and the next one fails; for a forked process."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
     yield
