@@ -128,8 +128,7 @@ def exchange(
     # 1. Agree.
     host = rank if group in _without_memory else _host_key()
     schema = REFUSED if problem else _schema_key(fields)
-    sizes = [_message_bytes(parts) for parts in outgoing]
-    table = _gather([host, schema, _free_bytes(group), *sizes], group)
+    table = _gather([host, schema, _free_bytes(group), *map(_message_bytes, outgoing)], group)
     if problem:
         raise ValueError(problem)
     _check_schemas(table.schema.tolist(), fields)
