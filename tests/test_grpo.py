@@ -743,8 +743,6 @@ def parse(monkeypatch, *flags):
         ("--reward.functions", ["--reward.functions", "at least one function"]),
         ("--temperature 0.7", ["--temperature", "--rollout.temperature"]),
         ("--eval-data x.jsonl --eval-every 0", ["--eval-data x.jsonl", "with --eval-every 20"]),
-        ("--eval-data x.jsonl", ["--eval-data x.jsonl", "with --data of your own"]),
-        ("--data x.jsonl", ["--data x.jsonl", "with a --model of your own"]),
         ("--eval-every -1", ["--eval-every -1", "at least 0"]),
         ("--eval-samples -1", ["--eval-samples -1", "at least 0"]),
         ("--eval-samples 4 --eval-every 0", ["--eval-samples 4", "with --eval-every"]),
