@@ -41,6 +41,7 @@ import checkpoint
 import comms
 import data
 import exchange
+import hf_backend
 import hub
 import logprobs
 import losses
@@ -269,7 +270,7 @@ def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
     """The sampler, asleep: vLLM, or Transformers' generate."""
     is_vllm = args.rollout.backend == "vllm"
     return rollout.Engine(
-        vllm_backend.VllmBackend if is_vllm else rollout.HfBackend,
+        vllm_backend.VllmBackend if is_vllm else hf_backend.HfBackend,
         path,
         args.rollout,
         max_prompt_tokens=args.data.max_prompt_tokens,
