@@ -2,8 +2,8 @@
 
     python examples/one_step.py
 
-The model is the built-in one, made at the first call in about a minute. The calls are those of
-grpo.py in its order. The batch serves two passes: in the second one the ratio has moved.
+The calls are those of grpo.py in its order. The model is the built-in one, made at the first call
+in about a minute. The batch serves two passes: in the second one the ratio has moved.
 """
 
 import argparse
@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import advantages
 import attention
 import data
 import exchange
+import hf_backend
 import logprobs
 import losses
 import model
@@ -30,8 +32,6 @@ from examples import addition
 
 
 def main(seed: int = 24) -> None:
-    from transformers import AutoTokenizer
-
     mesh = run.init_distributed(seed, timeout_s=600.0)
     path = addition.cached_model(seed=0)
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -40,7 +40,7 @@ def main(seed: int = 24) -> None:
     optimizer = model.make_optimizer(policy, model.OptimConfig(), 3e-4)
     sizes = dict(max_prompt_tokens=8, num_samples=4, stop_ids=[tokenizer.eos_token_id], seed=seed)
     config = rollout.RolloutConfig(max_response_tokens=8)
-    engine = rollout.Engine(rollout.HfBackend, path, config, **sizes)
+    engine = rollout.Engine(hf_backend.HfBackend, path, config, **sizes)
     questions = addition.problems(held_out=True)[seed : seed + 2]
     prompts = data.to_prompts(questions, tokenizer, data.DataConfig(), "addition")
 
@@ -91,8 +91,7 @@ def main(seed: int = 24) -> None:
         print(f"   loss, the sum of these terms: {loss.item():.4f}; gradient norm {norm:.3f}")
 
     with engine.awake():
-        num_bytes = reshard.sync_weights(policy, engine, dtype=engine.dtype)
-    print(f"1. of the next step. The engine gets the new weights: {num_bytes} bytes synced.")
+        print("6. Bytes synced again:", reshard.sync_weights(policy, engine, dtype=engine.dtype))
 
 
 if __name__ == "__main__":

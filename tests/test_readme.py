@@ -1,11 +1,14 @@
 """What the documents say is so: commands parse, links lead somewhere, tables are current."""
 
 import ast
+import importlib
 import json
+import math
 import pathlib
 import re
 import shlex
 import struct
+import subprocess
 import sys
 
 import pytest
@@ -74,6 +77,7 @@ def test_the_documents_hold_commands():
 @pytest.mark.parametrize("document, command", EVERY_COMMAND)
 def test_each_command_names_a_script_that_knows_its_flags(document, command, monkeypatch):
     script, arguments = script_and_arguments(command)
+    arguments = [word for word in arguments if word != "--help"]
     if script in ENTRIES:
         parse(script, arguments, monkeypatch)
     elif script:
@@ -95,7 +99,6 @@ def test_each_way_to_run_a_variant_is_accepted_and_is_that_of_the_docstring(monk
 
 @every_document
 def test_each_flag_in_the_text_is_one_of_a_script(document, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "200")
     for script in ENTRIES:
         with pytest.raises(SystemExit):
             parse(script, ["--help"], monkeypatch)
@@ -153,19 +156,28 @@ def test_the_memory_table_is_the_arithmetic_of_the_start(tmp_path):
     ranks = [int(cell.split()[0]) for cell in head[1:]]
     assert ranks == [1, 2, 4, 8, 16]
     for size, *cells in rows:
-        # A file that says so many parameters and has none: a sparse one.
-        num_parameters = int(float(size.removesuffix(" B")) * 1e9)
-        about = {"dtype": "I8", "shape": [num_parameters], "data_offsets": [0, num_parameters]}
-        header = json.dumps({"x": about}).encode()
-        with open(tmp_path / "model.safetensors", "wb") as file:
-            file.write(struct.pack("<Q", len(header)) + header)
-            file.truncate(8 + len(header) + num_parameters)
+        directory = tmp_path / size
+        directory.mkdir()
+        pretend(directory, round(float(size.removesuffix(" B")) * 1e9))
         for num_ranks, cell in zip(ranks, cells, strict=True):
-            plan = hub.memory_plan(str(tmp_path), num_ranks, "float32", 0)
+            plan = hub.memory_plan(str(directory), num_ranks, "float32", 0)
             parts = re.findall(r"(?:weights|gradients|optimizer) ([\d.]+)", plan)
             assert len(parts) == 3
             total = sum(map(float, parts))
             assert float(cell) == pytest.approx(total, rel=0.02, abs=0.05), (size, num_ranks)
+
+
+def pretend(directory, num_parameters, num_files=32):
+    """A model of so many parameters, in sparse files that take no room."""
+    share = num_parameters // num_files
+    about = {"dtype": "I8", "shape": [share], "data_offsets": [0, share]}
+    header = json.dumps({"x": about}).encode()
+    first = directory / "0.safetensors"
+    with open(first, "wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + share)
+    for i in range(1, num_files):
+        (directory / f"{i}.safetensors").symlink_to(first)
 
 
 def test_the_examples_of_copied_code_do_what_their_comments_say():
@@ -183,6 +195,41 @@ def test_the_reward_function_of_the_readme_scores():
     exec("\n".join(line[4:] for line in code.splitlines()), scope)
     assert scope["score"]("it is 12", "12") == 1.0
     assert scope["score"]("it is 12.", "12") == 0.0
+
+
+@pytest.mark.slow
+def test_one_step_prints_what_each_phase_hands_to_the_next():
+    job = subprocess.run(
+        [sys.executable, ROOT / "examples" / "one_step.py"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert job.returncode == 0, job.stderr[-2000:]
+    phases = re.split(r"^\d\. ", job.stdout, flags=re.MULTILINE)
+    first, second = (part for part in phases if part.startswith("Update"))
+    for pass_number, part in enumerate((first, second)):
+        lines = re.findall(r"^ {3}\S+((?: +-?\d+\.\d{4}){6})$", part, flags=re.MULTILINE)
+        rows = [[float(number) for number in line.split()] for line in lines]
+        loss = float(re.search(r"these terms: (-?[\d.]+)", part)[1])
+        assert sum(row[5] for row in rows) == pytest.approx(loss, abs=0.001)
+        assert any(row[0] for row in rows), "no group has spread: take another seed"
+        for _, sampler, old, new, ratio, _ in rows:
+            assert sampler == pytest.approx(old, abs=0.001)  # the same weights
+            assert ratio == pytest.approx(math.exp(new - old), abs=0.001)
+        assert any(row[4] != 1 for row in rows) == (pass_number == 1)
+
+
+def test_one_step_calls_public_functions_alone():
+    path = ROOT / "examples" / "one_step.py"
+    assert len(path.read_text().splitlines()) < 100
+    tree = ast.parse(path.read_text())
+    used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    assert not [node.attr for node in used if node.attr.startswith("_")]
+    for node in used:
+        owner = node.value.id if isinstance(node.value, ast.Name) else ""
+        if (ROOT / f"{owner}.py").exists():
+            assert hasattr(importlib.import_module(owner), node.attr), ast.unparse(node)
 
 
 SOURCE = (ROOT / "grpo.py").read_text()
