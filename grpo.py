@@ -248,7 +248,7 @@ def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt],
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)
     copies = 1 if args.loss.kl_coef else 0
-    size = hub.memory_plan(path, dist.get_world_size(), args.model.master_dtype, copies)
+    size = hub.memory_plan(path, args.model.master_dtype, copies)
     run.print_plan(args, datasets, eval_sets, model=f"{path}: {size}")
     return path, tokenizer, stream, [p for prompts in eval_sets for p in prompts], scorer
 

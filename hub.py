@@ -118,7 +118,7 @@ def find_critic(name: str, longest: int, flag: str, policy_path: str, *, has_hea
     return path
 
 
-def memory_plan(path: str, num_ranks: int, master_dtype: str, frozen_copies: int) -> str:
+def memory_plan(path: str, master_dtype: str, frozen_copies: int) -> str:
     """What stays in a rank's memory while training the model at `path`, in GiB, as a line."""
     from safetensors import safe_open
 
@@ -127,6 +127,7 @@ def memory_plan(path: str, num_ranks: int, master_dtype: str, frozen_copies: int
         with safe_open(file, framework="pt") as tensors:
             for name in list(tensors.keys()):
                 num_parameters += math.prod(tensors.get_slice(name).get_shape())
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     gib = num_parameters / num_ranks / 2**30
     master = 4 if master_dtype == "float32" else 2
     frozen = frozen_copies * (2 if torch.cuda.is_available() else 4)
@@ -163,10 +164,10 @@ def save_safetensors(
     """
     from safetensors.torch import save_file
 
-    if not is_rank0():
+    if not _is_rank0():
         for _ in buckets:
             pass
-        barrier()
+        _barrier()
         return
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -190,7 +191,7 @@ def save_safetensors(
         total += tensor.nbytes
     flush()
     _name_files(out_dir, files, total)
-    barrier()
+    _barrier()
 
 
 def _name_files(out_dir: Path, files: list[list[str]], total: int) -> None:
@@ -219,13 +220,13 @@ def export(
     model at `path`.
     """
     save_safetensors(buckets, out_dir)
-    if is_rank0():
+    if _is_rank0():
         copy_model_files(path, out_dir, dtype)
         print(
             f"the trained model is in {out_dir}; curves, samples and metrics are beside it",
             flush=True,
         )
-    barrier()
+    _barrier()
 
 
 def copy_model_files(path: str | Path, out_dir: str | Path, dtype: torch.dtype) -> None:
@@ -244,10 +245,10 @@ def copy_model_files(path: str | Path, out_dir: str | Path, dtype: torch.dtype) 
     config_file.write_text(json.dumps(config, indent=2))
 
 
-def is_rank0() -> bool:
+def _is_rank0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def barrier() -> None:
+def _barrier() -> None:
     if dist.is_initialized():
         dist.barrier()

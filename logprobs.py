@@ -8,7 +8,8 @@ How it works. The head is applied to the positions that predict response tokens,
 a time; of each chunk only two numbers per token survive, logprob and entropy. The backward pass
 computes each chunk's logits again and turns them in place into their own gradient. A Python loop
 under autograd would keep every chunk alive, hence the autograd Function.
-    z = h W^T / T         lse = log sum exp z      logprob = z[target] - lse        entropy = lse - sum softmax(z) z
+    z = h W^T / T                                 lse = log sum exp z
+    logprob = z[target] - lse                     entropy = lse - sum softmax(z) z
     d logprob / dz_j = [j = target] - p_j          d entropy / dz_j = -p_j (log p_j + entropy)
 Worked example: logits [0, 0, -inf]: both live words have logprob -ln 2, the entropy is ln 2, and
 the dead word's gradient is 0.

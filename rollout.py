@@ -8,7 +8,7 @@ How it works. There is one engine per tensor-parallel group of consecutive ranks
 training processes: with 4 ranks and size 2, ranks 0 and 1 are engine 0, ranks 2 and 3 engine 1.
 `Engine` owns what must not go wrong: states, shares, seeds. It holds a backend that samples.
 
-States. They have one order, and no way round it:
+States have one order, and no way round it:
     asleep --awake()--> weights --load_weights()--> ready --generate()--> ready
                                                       ready --end of awake()--> asleep
 - Level-2 sleep discards the weights; waking restores their memory alone. So `generate` demands
@@ -20,10 +20,8 @@ Where sleep is off (CPU, --rollout.sleep-level 0) the states are the same and no
 Shares. Each engine samples a contiguous share of the prompts. Each rank of its group then owns
 every T-th prompt of the share, with all its samples: a group is whole on one rank.
 
-Seeds follow from the caller's and the place of a sample, so a resumed run does not repeat samples.
-
-What comes back is token ids, each with its log-probability under the tempered distribution that it
-was drawn from. Backends: vllm_backend.VllmBackend, and the reference hf_backend.HfBackend.
+Seeds follow from the caller's and the place of a sample. What comes back is token ids, each with
+its log-probability under the tempered distribution that it was drawn from.
 
 What we give up: sampling while training; tools; top-p and top-k. They would cut the sampler's
 distribution, not the trainer's, and every ratio would be off by the mass that was cut.
@@ -105,11 +103,10 @@ class RolloutConfig:
         size = self.tensor_parallel_size
         is_divisor = 1 <= size <= world and world % size == 0
         self._require("temperature", 0 < self.temperature <= 2, "above 0 and at most 2; try 1.0")
-        self._require("top_p", self.top_p == 1, "1: the trainer scores the whole distribution")
+        self._require("top_p", self.top_p == 1, "1: the trainer scores whole distributions")
         self._require("max_response_tokens", self.max_response_tokens >= 1, "at least 1; try 1024")
         self._require("tensor_parallel_size", is_divisor, f"a divisor of the {world} ranks; try 1")
-        share = self.memory_fraction
-        self._require("memory_fraction", 0 < share < 1, "between 0 and 1; try 0.45")
+        self._require("memory_fraction", 0 < self.memory_fraction < 1, "between 0 and 1; try 0.45")
         for name in ("length_bins", "kv_cache_gb", "max_num_seqs", "max_num_batched_tokens"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
         if self.backend == "hf":
