@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -56,18 +56,15 @@ class DataConfig:
             )
         if any(weight <= 0 for weight in self.weights):
             raise ValueError(
-                f"--data.weights {self.weights}: must be above 0; leave a data set out of --data instead"
+                f"--data.weights {self.weights}: must be above 0; or leave it out of --data"
             )
+        flag = f"--data.template-options {self.template_options}"
         try:
             options = json.loads(self.template_options)
         except json.JSONDecodeError as error:
-            raise ValueError(
-                f"--data.template-options {self.template_options}: not JSON ({error})"
-            ) from error
+            raise ValueError(f"{flag}: not JSON ({error})") from error
         if not isinstance(options, dict):
-            raise ValueError(
-                f"--data.template-options {self.template_options}: must be a JSON object, such as {{}}"
-            )
+            raise ValueError(f"{flag}: must be a JSON object, such as {{}}")
 
 
 @dataclass(frozen=True)
@@ -84,20 +81,26 @@ class Prompt:
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "target", "label")
 
 
+def load_all(
+    paths: Sequence[str], eval_paths: Sequence[str], tokenizer, config: DataConfig
+) -> tuple[list[list[Prompt]], list[list[Prompt]]]:
+    """(data sets to learn from, data sets to evaluate on), by load_prompts."""
+    return (
+        load_prompts(paths, tokenizer, config),
+        load_prompts(eval_paths, tokenizer, config, "--eval-data"),
+    )
+
+
 def load_prompts(
     sources: Sequence[str], tokenizer, config: DataConfig, flag: str = "--data"
 ) -> list[list[Prompt]]:
-    """One list of prompts per source: a .jsonl or .parquet file, reasoning_gym:NAME:SIZE:SEED, or a
-    Hub name.
+    """One list of prompts per source: a file of JSON lines, a .parquet file, a Hub name, or
+    reasoning_gym:NAME:SIZE:SEED.
 
     Raises ValueError, which begins with `flag`, for a missing, broken or empty data set, unknown
     columns, prompts that the chat template refuses, and prompts over the limit where those are
     refused.
     """
-    if config.weights and len(config.weights) != len(sources):
-        raise ValueError(
-            f"--data.weights {config.weights}: {len(sources)} data sets need {len(sources)} weights"
-        )
     names = [Path(source).name for source in sources]  # in metrics and samples
     if len(set(names)) < len(names):
         names = list(sources)
@@ -130,6 +133,8 @@ def require_columns(datasets: Sequence[Sequence[Prompt]], wanted: dict[str, list
 def read_rows(source: str, split: str) -> list[dict]:
     """The rows of one source as dictionaries."""
     kind = Path(source).suffix
+    if not kind and Path(source).is_file():
+        kind = ".jsonl"
     if source.startswith("reasoning_gym:"):
         return _reasoning_gym_rows(*source.split(":")[1:4])
     if kind in (".jsonl", ".json", ".parquet") and not Path(source).is_file():
@@ -213,12 +218,11 @@ def to_prompts(rows: Sequence[dict], tokenizer, config: DataConfig, source: str)
         for prompt_ids, text, (_, answer, columns) in zip(ids, texts, parsed, strict=True)
     ]
     if not all(p.prompt_ids for p in prompts):
-        raise ValueError(
-            f"{source}: has an empty prompt, and nothing can be sampled after nothing; remove the row"
-        )
+        raise ValueError(f"{source}: has an empty prompt; remove the row")
     kept = [p for p in prompts if len(p.prompt_ids) <= config.max_prompt_tokens]
     num_long = len(prompts) - len(kept)
-    rule = f"{num_long} of {len(prompts)} prompts exceed --data.max-prompt-tokens {config.max_prompt_tokens}"
+    limit = f"--data.max-prompt-tokens {config.max_prompt_tokens}"
+    rule = f"{num_long} of {len(prompts)} prompts exceed {limit}"
     if num_long and (config.long_prompts == "refuse" or not kept):
         longest = max(len(p.prompt_ids) for p in prompts)
         instead = " or use --data.long-prompts drop" if kept else ""
@@ -248,8 +252,8 @@ def _parse_row(row: dict, source: str) -> tuple[list[dict], str, dict]:
     )
     if not is_chat or (answer is None and not columns):
         raise ValueError(
-            f"{source}: has columns {sorted(row)}; needs `prompt` or `question` (text or chat messages), and "
-            f"{', '.join(ANSWER_COLUMNS)} or reward_model.ground_truth"
+            f"{source}: has columns {sorted(row)}; needs `prompt` or `question` (text or chat "
+            f"messages), and {', '.join(ANSWER_COLUMNS)} or reward_model.ground_truth"
         )
     answer = "" if answer is None else str(answer)
     if "####" in answer:
@@ -267,8 +271,8 @@ def _render(messages: list[dict], tokenizer, config: DataConfig, source: str) ->
     if tokenizer.chat_template is None:
         if len(messages) > 1:
             raise ValueError(
-                f"{source}: chat messages or a --data.system-prompt need a chat template, and the model's "
-                "tokenizer has none; give prompts as text"
+                f"{source}: chat messages or a --data.system-prompt need a chat template, and the "
+                "model's tokenizer has none; give prompts as text"
             )
         return messages[0]["content"]
     from jinja2 import TemplateError
@@ -290,37 +294,27 @@ def sampling_seed(*place: object) -> int:
 
 
 class PromptStream:
-    """An endless iterator over batches of prompts, the same on every rank, with a state of one
-    integer per data set.
+    """An endless stream of prompts, the same on every rank, with a state of one integer per data
+    set.
     """
 
     def __init__(
         self,
         datasets: Sequence[Sequence[Prompt]],
-        batch_size: int,
         *,
         weights: Sequence[float] = (),
         seed: int = 0,
     ):
         if weights and len(weights) != len(datasets):
             raise ValueError(
-                f"--data.weights {tuple(weights)}: must be {len(datasets)} numbers, one for each data set"
+                f"--data.weights {tuple(weights)}: must be {len(datasets)} numbers, "
+                "one for each data set"
             )
         self.datasets = datasets
-        self.batch_size = batch_size
         self.weights = list(weights) or [len(d) for d in datasets]
         self.seed = seed
         self.num_taken = [0] * len(datasets)
-        self._orders: dict[
-            int, tuple[int, list[int]]
-        ] = {}  # data set -> its current epoch and permutation
-
-    def __iter__(self) -> Iterator[list[Prompt]]:
-        return self
-
-    def __next__(self) -> list[Prompt]:
-        """The next batch_size prompts."""
-        return self.take(self.batch_size)
+        self._orders: dict[int, tuple[int, list[int]]] = {}  # data set -> its epoch and permutation
 
     def take(self, num_prompts: int) -> list[Prompt]:
         """The next num_prompts prompts; a data set that ends begins its next epoch."""
@@ -328,8 +322,8 @@ class PromptStream:
 
     def _next_prompt(self) -> Prompt:
         total = sum(self.num_taken) + 1
-        share = [w / sum(self.weights) for w in self.weights]
-        d = max(range(len(share)), key=lambda i: (share[i] * total - self.num_taken[i], -i))
+        shares = [weight / sum(self.weights) for weight in self.weights]
+        d = max(range(len(shares)), key=lambda i: (shares[i] * total - self.num_taken[i], -i))
         epoch, offset = divmod(self.num_taken[d], len(self.datasets[d]))
         if self._orders.get(d, (-1, []))[0] != epoch:
             self._orders[d] = (epoch, self._permutation(d, epoch))
@@ -358,7 +352,7 @@ class PromptStream:
         origin = self.state_dict()["origin"]
         if state["origin"] != origin:
             raise ValueError(
-                f"the checkpoint's order of prompts follows from {state['origin']}, this one from {origin}: resume "
-                "with the same --data, --data.weights and --seed"
+                f"the checkpoint's order of prompts follows from {state['origin']}, this one from "
+                f"{origin}: resume with the same --data, --data.weights and --seed"
             )
         self.num_taken = list(state["num_taken"])

@@ -9,14 +9,17 @@ How it works. All that a rank sends to another is one message; the messages lie 
 shared memory, receiver by receiver. With 2 ranks, where rank 0 sends {"tokens": [5, 6, 7]} and
 {"tokens": [8]} to rank 1:
 
-    segment   | messages for rank 0 | messages for rank 1                                                 |
-    message   | 2 sequences, 19 bytes of names | {"tokens": "int64"}  | 3 1 (lengths)    | 5 6 7 8           |
-                int64 [2]                        JSON, padded to 8 B    int64 [F, n]       one block per field
+    segment   | messages for rank 0 | messages for rank 1                                      |
+    message   | 2 sequences, 19 bytes of names | {"tokens": "int64"} | 3 1           | 5 6 7 8 |
+                int64 [2]                        JSON, padded to 8 B   lengths,        one block
+                                                                       int64 [F, n]    per field
 
-    1. Agree    all-gather of one small row per rank: its host, and how many bytes go to whom. From this table each rank
-                computes where each message starts; nobody needs to ask.
-    2. Write    each rank concatenates its tensors straight into its places in the segment. This is the one copy.
-    3. Barrier  then each rank cuts its messages into tensors that are views of the segment. Nothing is copied.
+    1. Agree    all-gather of one small row per rank: its host, and how many bytes go to whom. From
+                this table each rank computes where each message starts; nobody needs to ask.
+    2. Write    each rank concatenates its tensors straight into its places in the segment. This is
+                the one copy.
+    3. Barrier  then each rank cuts its messages into tensors that are views of the segment. Nothing
+                is copied.
 
 The segment has no name. Rank 0 makes it as an unnamed file in /dev/shm, the others open it through
 /proc/PID/fd, all map it. The kernel frees it with the last mapping, so a normal end, an exception
@@ -50,6 +53,8 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,9 +62,31 @@ from torch import Tensor
 
 SHARED_MEMORY = "/dev/shm"
 
-# The segment of each group, and a weak reference to the view of it that the received tensors share:
-# dead = none left.
-_segments: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+class Part(NamedTuple):
+    """A piece of a message before it is written: tensors to be concatenated, and their bytes."""
+
+    tensors: list[Tensor]
+    num_bytes: int
+
+
+class Offer(NamedTuple):
+    """What a rank tells the others before an exchange."""
+
+    host: int  # equal for ranks that can share memory
+    schema: int  # of its fields; 0 if it has no sequences
+    free_bytes: int  # of the segment, if this rank holds no tensor in it any more
+    num_bytes: list[int]  # to each receiver
+
+
+class Segment(NamedTuple):
+    """Shared memory of a group."""
+
+    memory: mmap.mmap
+    view: weakref.ref  # of it, shared by the received tensors: dead once there are none left
+
+
+_segments: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> Segment
 
 
 @torch.no_grad()
@@ -78,54 +105,52 @@ def exchange(
     memory that no other rank reads or writes. Without a group the result is the input. ValueError
     if sequences or destinations are invalid, or, on all ranks, if the segment does not fit.
     """
-    rank, world_size = (
-        (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-    )
-    fields = _check(sequences, destination, world_size)
-    if world_size == 1:
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    fields = _check(sequences, destination, num_ranks)
+    if num_ranks == 1:
         return list(sequences)
     group = group or dist.group.WORLD
-    by_receiver = [[] for _ in range(world_size)]
-    for sequence, receiver in zip(sequences, destination):
+    by_receiver: list[list[dict[str, Tensor]]] = [[] for _ in range(num_ranks)]
+    for sequence, receiver in zip(sequences, destination, strict=True):
         by_receiver[receiver].append(sequence)
-    staying, by_receiver[rank] = by_receiver[rank], []
+    staying = by_receiver[rank]
+    by_receiver[rank] = []
     outgoing = [_parts(sent, fields) for sent in by_receiver]
 
     # 1. Agree.
-    rows = _all_gather(
-        [_host_key(), _schema_key(fields), _free_bytes(group), *map(_num_bytes, outgoing)], group
-    )
-    hosts, schemas, free_bytes = ({row[column] for row in rows} for column in range(3))
-    num_bytes = [row[3:] for row in rows]  # [source][receiver]
-    if len(schemas - {0}) > 1:
+    sizes = [_message_bytes(parts) for parts in outgoing]
+    offers = _gather(Offer(_host_key(), _schema_key(fields), _free_bytes(group), sizes), group)
+    if len({offer.schema for offer in offers} - {0}) > 1:
         raise ValueError(
-            f"exchange: ranks differ in keys or dtypes (here {fields}): give all ranks the same fields"
+            f"exchange: ranks differ in keys or dtypes (here {fields}): "
+            "give all ranks the same fields"
         )
 
     # 2. Write, 3. Barrier.
-    if len(hosts) == 1:
-        received = _swap_in_segment(outgoing, num_bytes, min(free_bytes), group)
+    if len({offer.host for offer in offers}) == 1:
+        received = _swap_in_segment(outgoing, offers, group)
     else:
-        received = _swap_by_all_to_all(outgoing, num_bytes, group)
-    messages = received.split([row[rank] for row in num_bytes])
-    return [
-        s
-        for source in range(world_size)
-        for s in (staying if source == rank else _read(messages[source]))
-    ]
+        received = _swap_by_all_to_all(outgoing, offers, group)
+    messages = received.split([offer.num_bytes[rank] for offer in offers])
+    result = []
+    for source, message in enumerate(messages):
+        result += staying if source == rank else _read(message)
+    return result
 
 
 def _check(
-    sequences: list[dict[str, Tensor]], destination: Sequence[int], world_size: int
+    sequences: list[dict[str, Tensor]], destination: Sequence[int], num_ranks: int
 ) -> dict[str, str]:
     """The fields of the sequences, name -> dtype; empty if there are no sequences."""
     if len(sequences) != len(destination):
         raise ValueError(
-            f"exchange: {len(sequences)} sequences but {len(destination)} destinations: give one for each"
+            f"exchange: {len(sequences)} sequences but {len(destination)} destinations: "
+            "give one for each"
         )
-    if wrong := [receiver for receiver in destination if not 0 <= receiver < world_size]:
+    if wrong := [receiver for receiver in destination if not 0 <= receiver < num_ranks]:
         raise ValueError(
-            f"exchange: destination {wrong[0]} is no rank of the group: use 0 to {world_size - 1}"
+            f"exchange: destination {wrong[0]} is no rank of the group: use 0 to {num_ranks - 1}"
         )
     names = sequences[0].keys() if sequences else ()
     if any(not sequence or sequence.keys() != names for sequence in sequences):
@@ -134,14 +159,12 @@ def _check(
         )
     fields = {}
     for name in names:
-        kinds = {
-            (sequence[name].dtype, sequence[name].ndim, sequence[name].device.type)
-            for sequence in sequences
-        }
-        dtype, ndim, device = kinds.pop()
-        if kinds or ndim != 1 or device != "cpu":
+        values = [sequence[name] for sequence in sequences]
+        dtype = values[0].dtype
+        if any(x.dtype != dtype or x.ndim != 1 or x.device.type != "cpu" for x in values):
             raise ValueError(
-                f"exchange: {name!r} must be 1-D, on the CPU and everywhere of one dtype: convert it"
+                f"exchange: {name!r} must be 1-D, on the CPU and everywhere of one dtype: "
+                "convert it"
             )
         fields[name] = str(dtype).removeprefix("torch.")
     return fields
@@ -152,12 +175,10 @@ def _host_key() -> int:
     """Equal on two ranks if one can open the other's files through /proc: same kernel, same process
     namespace.
     """
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot_id = file.read()
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
+    namespace = os.stat("/proc/self/ns/pid").st_ino
     # The name too: virtual machines that were cloned while running have equal boot ids.
-    return zlib.crc32(
-        f"{os.uname().nodename} {boot_id} {os.stat('/proc/self/ns/pid').st_ino}".encode()
-    )
+    return zlib.crc32(f"{os.uname().nodename} {boot_id} {namespace}".encode())
 
 
 def _schema_key(fields: dict[str, str]) -> int:
@@ -169,34 +190,40 @@ def _schema_key(fields: dict[str, str]) -> int:
 
 def _free_bytes(group: dist.ProcessGroup) -> int:
     """The size of the group's segment if this rank holds no tensor in it any more, else 0."""
-    segment, received = _segments.get(group, (b"", lambda: None))
-    return len(segment) if received() is None else 0
+    segment = _segments.get(group)
+    if segment is None or segment.view() is not None:
+        return 0
+    return len(segment.memory)
 
 
-def _all_gather(row: list[int], group: dist.ProcessGroup) -> list[list[int]]:
-    rows = [torch.empty(len(row), dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, torch.tensor(row), group=group)
-    return [row.tolist() for row in rows]
+def _gather(mine: Offer, group: dist.ProcessGroup) -> list[Offer]:
+    """The offers of all ranks, by rank."""
+    row = torch.tensor([mine.host, mine.schema, mine.free_bytes, *mine.num_bytes])
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, row, group=group)
+    offers = []
+    for row in rows:
+        host, schema, free_bytes, *num_bytes = row.tolist()
+        offers.append(Offer(host, schema, free_bytes, num_bytes))
+    return offers
 
 
-def _parts(
-    sequences: list[dict[str, Tensor]], fields: dict[str, str]
-) -> list[tuple[list[Tensor], int]]:
-    """A message before it is written: its parts, each the tensors to be concatenated and the bytes
-    that they fill.
-    """
+def _parts(sequences: list[dict[str, Tensor]], fields: dict[str, str]) -> list[Part]:
+    """The message of these sequences, before it is written."""
     if not sequences:
         return []
     names = torch.frombuffer(bytearray(json.dumps(fields), "ascii"), dtype=torch.uint8)
     columns = [[sequence[name] for sequence in sequences] for name in fields]
     lengths = torch.tensor([[x.numel() for x in column] for column in columns])  # [F, n]
-    values_bytes = [n * column[0].itemsize for n, column in zip(lengths.sum(1).tolist(), columns)]
-    heads = [torch.tensor([len(sequences), len(names)]), names, lengths.flatten()]
-    return [([head], head.nbytes) for head in heads] + list(zip(columns, values_bytes))
+    sizes = torch.tensor([len(sequences), len(names)])
+    parts = [Part([head], head.nbytes) for head in (sizes, names, lengths.flatten())]
+    for column in columns:
+        parts.append(Part(column, sum(x.nbytes for x in column)))
+    return parts
 
 
-def _num_bytes(parts: list[tuple[list[Tensor], int]]) -> int:
-    return sum(_padded(part_bytes) for _, part_bytes in parts)
+def _message_bytes(parts: list[Part]) -> int:
+    return sum(_padded(part.num_bytes) for part in parts)
 
 
 def _padded(num_bytes: int) -> int:
@@ -204,12 +231,13 @@ def _padded(num_bytes: int) -> int:
     return (num_bytes + 7) // 8 * 8
 
 
-def _write(parts: list[tuple[list[Tensor], int]], buffer: Tensor) -> None:
+def _write(parts: list[Part], buffer: Tensor) -> None:
     """Writes a message to the start of buffer (uint8)."""
     start = 0
-    for tensors, part_bytes in parts:
-        torch.cat(tensors, out=buffer[start : start + part_bytes].view(tensors[0].dtype))
-        start += _padded(part_bytes)
+    for part in parts:
+        place = buffer[start : start + part.num_bytes]
+        torch.cat(part.tensors, out=place.view(part.tensors[0].dtype))
+        start += _padded(part.num_bytes)
 
 
 def _read(message: Tensor) -> list[dict[str, Tensor]]:
@@ -227,53 +255,49 @@ def _read(message: Tensor) -> list[dict[str, Tensor]]:
 
     num_sequences, names_bytes = take(2, torch.int64).tolist()
     fields = json.loads(bytes(take(names_bytes, torch.uint8).tolist()))
-    lengths = (
-        take(len(fields) * num_sequences, torch.int64).view(len(fields), num_sequences).tolist()
-    )
-    columns = [
-        take(sum(n), getattr(torch, dtype)).split(n) for n, dtype in zip(lengths, fields.values())
-    ]
-    return [dict(zip(fields, values)) for values in zip(*columns)]
+    flat_lengths = take(len(fields) * num_sequences, torch.int64)
+    columns = []
+    for dtype, lengths in zip(fields.values(), flat_lengths.split(num_sequences), strict=True):
+        block = take(int(lengths.sum()), getattr(torch, dtype))
+        columns.append(block.split(lengths.tolist()))
+    return [dict(zip(fields, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 def _swap_in_segment(
-    outgoing: list[list[tuple[list[Tensor], int]]],
-    num_bytes: list[list[int]],
-    free_bytes: int,
-    group: dist.ProcessGroup,
+    outgoing: list[list[Part]], offers: list[Offer], group: dist.ProcessGroup
 ) -> Tensor:
     """The messages for this rank, by source, after all ranks have written theirs to the segment
     (uint8).
     """
     rank = dist.get_rank(group)
-    for_receiver = [sum(column) for column in zip(*num_bytes)]
-    if not sum(for_receiver):
+    num_ranks = len(offers)
+    for_receiver = [sum(offer.num_bytes[r] for offer in offers) for r in range(num_ranks)]
+    num_bytes = sum(for_receiver)
+    if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    if free_bytes >= sum(for_receiver):
-        segment, _ = _segments[group]
+    if min(offer.free_bytes for offer in offers) >= num_bytes:
+        memory = _segments[group].memory
     else:
         _segments.pop(group, None)
-        segment = _new_segment(sum(for_receiver), group)
-    view = memoryview(segment)
+        memory = _new_segment(num_bytes, group)
+    view = memoryview(memory)
     buffer = torch.frombuffer(view, dtype=torch.uint8)
+    inboxes = buffer[:num_bytes].split(for_receiver)
     for receiver, parts in enumerate(outgoing):
-        start = sum(for_receiver[:receiver]) + sum(row[receiver] for row in num_bytes[:rank])
-        _write(parts, buffer[start:])
+        start = sum(offer.num_bytes[receiver] for offer in offers[:rank])
+        _write(parts, inboxes[receiver][start:])
     _barrier(group)
-    _segments[group] = (
-        segment,
-        weakref.ref(view),
-    )  # a tensor keeps its storage alive, and the storage this view
-    return buffer[sum(for_receiver[:rank]) :][: for_receiver[rank]]
+    # A tensor keeps its storage alive, and the storage this view.
+    _segments[group] = Segment(memory, weakref.ref(view))
+    return inboxes[rank]
 
 
 def _new_segment(num_bytes: int, group: dist.ProcessGroup) -> mmap.mmap:
     """An unnamed file in shared memory, mapped by all ranks of the group. ValueError on all if it
     does not fit.
     """
-    _barrier(
-        group
-    )  # all ranks have dropped the old segment: its pages count as room for the new one
+    # All ranks have dropped the old segment: its pages count as room for the new one.
+    _barrier(group)
     place = torch.zeros(3, dtype=torch.int64)
     with contextlib.ExitStack() as stack:
         if dist.get_rank(group) == 0:
@@ -292,8 +316,9 @@ def _new_segment(num_bytes: int, group: dist.ProcessGroup) -> mmap.mmap:
         pid, fileno, room_bytes = place.tolist()
         if not pid:
             raise ValueError(
-                f"exchange: the segment needs {num_bytes / 1e6:,.1f} MB and {SHARED_MEMORY} has room for"
-                f" {room_bytes / 1e6:,.1f} MB: enlarge it (docker run --shm-size=...) or exchange in smaller batches"
+                f"exchange: the segment needs {num_bytes / 1e6:,.1f} MB and {SHARED_MEMORY} "
+                f"has room for {room_bytes / 1e6:,.1f} MB: enlarge it "
+                "(docker run --shm-size=...) or exchange in smaller batches"
             )
         with open(f"/proc/{pid}/fd/{fileno}", "r+b") as file:
             segment = mmap.mmap(file.fileno(), num_bytes)
@@ -307,16 +332,15 @@ def _barrier(group: dist.ProcessGroup) -> None:
 
 
 def _swap_by_all_to_all(
-    outgoing: list[list[tuple[list[Tensor], int]]],
-    num_bytes: list[list[int]],
-    group: dist.ProcessGroup,
+    outgoing: list[list[Part]], offers: list[Offer], group: dist.ProcessGroup
 ) -> Tensor:
     """The messages for this rank, by source, through the network (uint8)."""
     rank = dist.get_rank(group)
-    send = torch.empty(sum(num_bytes[rank]), dtype=torch.uint8)
-    for parts, message in zip(outgoing, send.split(num_bytes[rank])):
+    send_bytes = offers[rank].num_bytes
+    send = torch.empty(sum(send_bytes), dtype=torch.uint8)
+    for parts, message in zip(outgoing, send.split(send_bytes), strict=True):
         _write(parts, message)
-    receive_bytes = [row[rank] for row in num_bytes]
+    receive_bytes = [offer.num_bytes[rank] for offer in offers]
     received = torch.empty(sum(receive_bytes), dtype=torch.uint8)
-    dist.all_to_all_single(received, send, receive_bytes, num_bytes[rank], group=group)
+    dist.all_to_all_single(received, send, receive_bytes, send_bytes, group=group)
     return received

@@ -186,7 +186,9 @@ def main(asked: Args) -> None:
             rows, totals = packing.lay_out(
                 sequences, places, args.batch, exchange=exchange.exchange, like=EMPTY
             )
-            meter.add_layout((policy,), sequences, rows, args.batch)
+            meter.add_layout(
+                (policy,), sequences, rows, args.batch.tokens_per_row, args.batch.num_epochs
+            )
             journal.write_samples(step, groups, tokenizer.decode, scores)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
 
@@ -224,7 +226,7 @@ def main(asked: Args) -> None:
         if args.run.is_save_due(step, args.num_steps):
             with meter.timer("save"), parked.present(reference, optimizer):
                 checkpoint.save(checkpoints, step + 1, state, keep=args.run.keep)
-        journal.write(step, meter.reduce(step))
+        journal.write(step, meter.reduce())
 
     weights = reshard.iter_full_params(policy, dtype=engine.dtype)
     hub.export(weights, path, args.run.directory / "hf", engine.dtype)

@@ -1,5 +1,4 @@
-"""Clipped surrogate, value loss, KL estimators, importance weights: pure functions of per-token
-tensors.
+"""Surrogate, value loss, KL estimators, importance weights: pure functions of per-token tensors.
 
 The problem. A policy gradient over many tokens is a mean, and the mean is where implementations go
 wrong: dividing inside a micro-batch and averaging the quotients, dividing once more for
@@ -12,21 +11,24 @@ How it works. Every function returns a sum divided by one number, `normalizer`, 
 knows before the first forward: it is counted over all rows and all ranks of the minibatch.
 Gradients of rows and ranks then simply add up. What the number is decides what is optimised, so it
 is a flag (`normalize`):
-    token      all response tokens                   every token counts the same (DAPO); long responses weigh more
-    sequence   responses, each token 1 / its length  every response counts the same (GRPO); long bad ones are spared
-    constant   responses x max_response_tokens       no length bias at all (Dr. GRPO)
-Worked example, responses of 1 and 9 tokens, advantages +1 and -1, ratio 1, limit 10: the loss is
--(1 - 9) / 10 = 0.8, -(1 - 1) / 2 = 0 and -(1 - 9) / 20 = 0.4.
+    token     all response tokens                  DAPO: every token counts the same
+    sequence  responses, each token 1 / its length GRPO: every response counts the same
+    constant  responses x max_response_tokens      Dr. GRPO: length plays no part
+With token a long response weighs more than a short one. With sequence each token of a long response
+weighs less, so a long bad one is hardly pushed back. Worked example, responses of 1 and 9 tokens,
+advantages +1 and -1, ratio 1, limit 10: the loss is -(1 - 9) / 10 = 0.8, -(1 - 1) / 2 = 0 and
+-(1 - 9) / 20 = 0.4.
 
-The surrogate, with r = pi / pi_old:   max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))   (PPO, eq. 7)
-    A = +1, r = 2:    -1.28 at clip_high 0.28, no gradient      A = -1, r = 0.5:  +0.8 at clip_low 0.2, no gradient
-    A = -1, r = 2:    +2, with gradient: a token made likelier although it was bad is always pushed back
+The surrogate (PPO, eq. 7), with r = pi / pi_old: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
+    A = +1, r = 2    -1.28, no gradient at clip_high 0.28: likely enough already
+    A = -1, r = 0.5  +0.8, no gradient at clip_low 0.2: unlikely enough already
+    A = -1, r = 2    +2, with gradient: a token that was bad and is likelier is always pushed back
 `ratio="sequence"` takes r as the geometric mean over the response (GSPO); needs `cu_seqlens`.
 
 Three sources of difference between the policies, three corrections, never mixed:
-    old -> current       the ratio r: minibatches and epochs move the policy during the update
-    sampler -> old       `importance_weights`: the same weights in other kernels give other probabilities
-    reference -> current the KL term: `kl_estimate`
+    old -> current        the ratio r: minibatches and epochs move the policy during the update
+    sampler -> old        `importance_weights`: the same weights give other numbers in other kernels
+    reference -> current  the KL term: `kl_estimate`
 
 KL estimators, with d = log ref - log p, on tokens sampled from p: k1 = -d, k2 = d^2 / 2, k3 =
 exp(d) - d - 1. By value k1 and k3 are unbiased for KL(p|ref). By gradient, which is what counts in
@@ -54,9 +56,12 @@ from torch import Tensor
 @dataclass(frozen=True)
 class LossConfig:
     clip_low: float = 0.2
-    """Ratios below 1 - clip_low earn nothing more for bad tokens."""
+    """A token with negative advantage gives no gradient once its probability ratio is below 1 -
+    clip_low: the larger, the further it may fall in a step.
+    """
     clip_high: float = 0.28
-    """Ratios above 1 + clip_high earn nothing more for good tokens (equal to clip_low: plain PPO).
+    """A token with positive advantage gives no gradient once its probability ratio is above 1 +
+    clip_high: the larger, the further it may rise in a step (equal to clip_low: plain PPO).
     """
     normalize: Literal["token", "sequence", "constant"] = "token"
     """Divisor of every loss term: all response tokens, responses (each token 1 / length), or
@@ -67,13 +72,15 @@ class LossConfig:
     around 3e-4).
     """
     kl_coef: float = 0.0
-    """Weight of the KL term to the reference in the loss; 0: no reference model at all."""
+    """Weight of the KL term in the loss: the larger, the closer the policy stays to the reference;
+    0: no reference model at all.
+    """
     kl: Literal["k2", "k3"] = "k3"
     """Estimator in the loss: k2 has the gradient of KL(policy|reference), k3 that of
     KL(reference|policy).
     """
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus, subtracted from the loss; 0: off."""
+    """Weight of the entropy bonus: the larger, the more random the policy stays; 0: off."""
     importance: Literal["token", "sequence", "mask", "off"] = "token"
     """Weights against the sampler's own probabilities: per token or per response, at most
     importance_cap; mask: tokens outside [1 / cap, cap] are left out; off: none.
@@ -81,29 +88,27 @@ class LossConfig:
     importance_cap: float = 2.0
     """Largest importance weight."""
     target_kl: float = 0.0
-    """The remaining minibatches of a step are skipped once ppo_kl exceeds this; 0: never."""
+    """Largest ppo_kl of a minibatch: one that exceeds it, and the rest of the step, is skipped; 0:
+    never.
+    """
 
     def __post_init__(self):
-        if not (0 < self.clip_low <= 1 and self.clip_high > 0):
-            raise ValueError(
-                f"--loss.clip-low {self.clip_low}, --loss.clip-high {self.clip_high}: must be in (0, 1] and above 0; "
-                "try 0.2 and 0.28"
-            )
-        if not all(
-            x >= 0 for x in (self.kl_coef, self.entropy_coef, self.target_kl)
-        ):  # NaN neither
-            raise ValueError(
-                f"--loss.kl-coef {self.kl_coef}, --loss.entropy-coef {self.entropy_coef}, --loss.target-kl "
-                f"{self.target_kl}: must be at least 0; 0 switches each off"
-            )
         if self.kl == "k1":
             raise ValueError(
                 "--loss.kl k1: its gradient as a loss is zero on average; use k2 or k3"
             )
-        if not self.importance_cap >= 1:
-            raise ValueError(
-                f"--loss.importance-cap {self.importance_cap}: must be at least 1; try 2"
-            )
+        # Written so that NaN is refused as well.
+        for name, holds, rule in (
+            ("clip_low", 0 < self.clip_low <= 1, "above 0 and at most 1; try 0.2"),
+            ("clip_high", self.clip_high > 0, "above 0; try 0.28"),
+            ("kl_coef", self.kl_coef >= 0, "at least 0 (off)"),
+            ("entropy_coef", self.entropy_coef >= 0, "at least 0 (off)"),
+            ("importance_cap", self.importance_cap >= 1, "at least 1; try 2"),
+            ("target_kl", self.target_kl >= 0, "at least 0 (never)"),
+        ):
+            if not holds:
+                flag = f"--loss.{name.replace('_', '-')} {getattr(self, name)}"
+                raise ValueError(f"{flag}: must be {rule}")
 
 
 @dataclass(frozen=True)
@@ -117,16 +122,19 @@ class CriticConfig:
     warmup_steps: int = 0
     """Steps at the start in which the critic alone learns."""
     value_clip: float = 0.2
-    """Values earn nothing more for moving further than this from those before the update; inf: no
-    clipping.
+    """A value gives no gradient once it has moved this far from its value before the update towards
+    the return; inf: no clipping.
     """
 
     def __post_init__(self):
-        if not (self.learning_rate > 0 and self.warmup_steps >= 0 and self.value_clip > 0):
-            raise ValueError(
-                f"--critic.learning-rate {self.learning_rate}, --critic.warmup-steps {self.warmup_steps}, "
-                f"--critic.value-clip {self.value_clip}: must be above 0, at least 0, above 0; try 1e-5, 0 and 0.2"
-            )
+        for name, holds, rule in (
+            ("learning_rate", self.learning_rate > 0, "above 0; try 1e-5"),
+            ("warmup_steps", self.warmup_steps >= 0, "at least 0"),
+            ("value_clip", self.value_clip > 0, "above 0; try 0.2"),
+        ):
+            if not holds:
+                flag = f"--critic.{name.replace('_', '-')} {getattr(self, name)}"
+                raise ValueError(f"{flag}: must be {rule}")
 
 
 def actor_loss(
@@ -137,8 +145,7 @@ def actor_loss(
     config: LossConfig,
     max_response_tokens: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This row's part of the policy's loss (surrogate, KL to the reference, entropy bonus), and its
-    statistics.
+    """This row's part of the policy's loss (surrogate, KL, entropy bonus), and its statistics.
 
     logprobs, entropy [N] with grad. row: any object with cu_seqlens [S+1], num_response_tokens and
     the fields [N] response_mask, advantages, rollout_logprobs, old_logprobs unless they are the
@@ -147,34 +154,36 @@ def actor_loss(
     ranks: losses of rows and ranks just add up. Statistics are means over the row's response
     tokens, named by their metric.
     """
-    fields, mask = row.fields, row.fields["response_mask"]
-    old_logprobs = fields.get("old_logprobs", logprobs.detach())
-    correction = dict(kind=config.importance, cap=config.importance_cap)
-    weights, mismatch = sampler_correction(
-        old_logprobs, fields["rollout_logprobs"], mask, row.cu_seqlens, **correction
+    mask = row.fields["response_mask"]
+    old_logprobs = row.fields.get("old_logprobs", logprobs.detach())
+    sampled = row.fields["rollout_logprobs"]
+    edges = row.cu_seqlens
+    corrections, mismatch = sampler_correction(
+        old_logprobs, sampled, mask, edges, kind=config.importance, cap=config.importance_cap
     )
-    each, normalizer = token_weights(
-        config.normalize, mask, row.cu_seqlens, totals, max_response_tokens
-    )
-    clips = dict(
+    weights, normalizer = token_weights(config.normalize, mask, edges, totals, max_response_tokens)
+    loss, stats = policy_loss(
+        logprobs,
+        old_logprobs,
+        row.fields["advantages"],
+        mask,
         clip_low=config.clip_low,
         clip_high=config.clip_high,
+        normalizer=normalizer,
+        cu_seqlens=edges,
         ratio=config.ratio,
-        cu_seqlens=row.cu_seqlens,
+        token_weights=weights,
+        importance_weights=corrections,
     )
-    scale = dict(normalizer=normalizer, token_weights=each, importance_weights=weights)
-    loss, stats = policy_loss(logprobs, old_logprobs, fields["advantages"], mask, **clips, **scale)
     num_tokens = max(1, row.num_response_tokens)
-    stats |= {
-        "pg_loss": loss * totals["tokens"] / num_tokens,
-        "entropy": masked_sum(entropy, mask) / num_tokens,
-    }
+    stats["pg_loss"] = loss * totals["tokens"] / num_tokens
+    stats["entropy"] = masked_sum(entropy, mask) / num_tokens
     if config.kl_coef:
-        kl = kl_estimate(logprobs, fields["ref_logprobs"], config.kl)
+        kl = kl_estimate(logprobs, row.fields["ref_logprobs"], config.kl)
         stats["kl_loss"] = masked_sum(kl, mask) / num_tokens
-        loss = loss + config.kl_coef * masked_sum(kl * each, mask) / normalizer
+        loss = loss + config.kl_coef * masked_sum(kl * weights, mask) / normalizer
     if config.entropy_coef:
-        loss = loss - config.entropy_coef * masked_sum(entropy * each, mask) / normalizer
+        loss = loss - config.entropy_coef * masked_sum(entropy * weights, mask) / normalizer
     named = {f"actor/{name}": x.detach() for name, x in stats.items()}
     return loss, named | {f"rollout_corr/{name}": x for name, x in mismatch.items()}
 
@@ -188,10 +197,16 @@ def critic_loss(
     values [N] with grad; row as in actor_loss, with the fields values (before the update) and
     returns [N].
     """
-    fields, normalizer = row.fields, float(max(1, totals["tokens"]))
-    same = fields["values"], fields["returns"], fields["response_mask"]
-    loss, stats = value_loss(values, *same, clip=config.value_clip, normalizer=normalizer)
-    stats |= {"vf_loss": loss * normalizer / max(1, row.num_response_tokens)}
+    normalizer = float(max(1, totals["tokens"]))
+    loss, stats = value_loss(
+        values,
+        row.fields["values"],
+        row.fields["returns"],
+        row.fields["response_mask"],
+        clip=config.value_clip,
+        normalizer=normalizer,
+    )
+    stats["vf_loss"] = loss * normalizer / max(1, row.num_response_tokens)
     return loss, {f"critic/{name}": x.detach() for name, x in stats.items()}
 
 
@@ -219,9 +234,7 @@ def policy_loss(
     KL(old|current)). A row without response tokens gives 0 and zero gradient.
     """
     log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0)
-    kl = (
-        torch.expm1(log_ratio) - log_ratio
-    )  # k3 of KL(old|current) on tokens from old: E[r - 1 - log r]
+    kl = torch.expm1(log_ratio) - log_ratio  # k3 of KL(old|current) on old's tokens: r - 1 - log r
     if ratio == "sequence":
         assert cu_seqlens is not None, "the sequence-level ratio needs cu_seqlens"
         lengths = _sequence_sum(response_mask.to(log_ratio.dtype), cu_seqlens)
@@ -283,14 +296,15 @@ def kl_estimate(
     """Per-token estimate of KL(policy|reference) on tokens sampled from the policy: [N], [N] ->
     [N].
 
-    d = ref_logprobs - logprobs:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1. k1 is for rewards and metrics: as a loss
-    it has no gradient on average, so it raises ValueError for logprobs that carry grad.
+    d = ref_logprobs - logprobs:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1. k1 is for rewards
+    and metrics: as a loss it has no gradient on average, so it raises ValueError for logprobs that
+    carry grad.
     """
     d = ref_logprobs - logprobs
     if kind == "k1":
         if logprobs.requires_grad:
             raise ValueError(
-                "kl_estimate 'k1' as a loss has no gradient on average; use 'k2' or 'k3', or detach it"
+                "kl_estimate 'k1' as a loss has no gradient on average; use 'k2' or 'k3', or detach"
             )
         return -d
     if kind == "k2":

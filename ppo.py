@@ -190,7 +190,9 @@ def main(asked: Args) -> None:
             rows, totals = packing.lay_out(
                 sequences, places, args.batch, exchange=exchange.exchange, like=EMPTY
             )
-            meter.add_layout((policy, critic), sequences, rows, args.batch)
+            meter.add_layout(
+                (policy, critic), sequences, rows, args.batch.tokens_per_row, args.batch.num_epochs
+            )
             journal.write_samples(first, groups, tokenizer.decode)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
 
@@ -227,7 +229,7 @@ def main(asked: Args) -> None:
             if args.run.is_save_due(step, args.num_steps):
                 with meter.timer("save"), parked.present(critic, optimizer, critic_optimizer):
                     checkpoint.save(checkpoints, step + 1, state, keep=args.run.keep)
-            journal.write(step, meter.reduce(step))
+            journal.write(step, meter.reduce())
 
     weights = reshard.iter_full_params(policy, dtype=engine.dtype)
     hub.export(weights, paths[0], args.run.directory / "hf", engine.dtype)

@@ -12,6 +12,7 @@ from data import (
     DataConfig,
     Prompt,
     PromptStream,
+    load_all,
     load_prompts,
     read_rows,
     require_columns,
@@ -194,7 +195,8 @@ def test_prompts_over_the_limit_are_dropped_and_counted_or_refused_before_anythi
         capsys.readouterr().out
         == "data: x: 2 of 6 prompts exceed --data.max-prompt-tokens 8 and are dropped\n"
     )
-    refused = "^x: 2 of 6 prompts exceed --data.max-prompt-tokens 8; the longest has 4003 tokens: raise the limit"
+    refused = "^x: 2 of 6 prompts exceed --data.max-prompt-tokens 8; the longest has 4003 tokens"
+    refused += ": raise the limit"
     with pytest.raises(ValueError, match=f"{refused} or use --data.long-prompts drop$"):
         to_prompts(LONG, tokenizer, DataConfig(max_prompt_tokens=8, long_prompts="refuse"), "x")
     with pytest.raises(ValueError, match="6 of 6 prompts exceed .* raise the limit$"):
@@ -274,6 +276,19 @@ def test_prompts_know_their_data_set_by_the_files_name_where_that_tells_it_apart
     assert [d[0].source for d in load_prompts(files, make_tokenizer(), DataConfig())] == files
 
 
+def test_what_is_evaluated_on_is_loaded_like_what_is_learned_from_and_named_by_its_own_flag(
+    make_tokenizer, tmp_path
+):
+    """A file without a suffix holds JSON lines; weights are those of --data alone."""
+    path = write(tmp_path / "plain", [{"prompt": QUESTION, "answer": "3"}])
+    config = DataConfig(weights=(1.0, 2.0))
+    datasets, eval_sets = load_all([path, path], [path], make_tokenizer(), config)
+    assert [len(prompts) for prompts in datasets] == [1, 1]
+    assert [[p.source for p in prompts] for prompts in eval_sets] == [["plain"]]
+    with pytest.raises(ValueError, match="^--eval-data no.jsonl: no such file"):
+        load_all([path], ["no.jsonl"], make_tokenizer(), DataConfig())
+
+
 def test_parquet_files_hold_the_same_rows(make_tokenizer, tmp_path):
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
@@ -339,14 +354,6 @@ def test_reasoning_gym_problems_bring_the_entry_that_their_verifier_needs(make_t
             read_rows(source, "train")
 
 
-def test_there_is_one_weight_for_each_data_set(make_tokenizer, tmp_path):
-    file = write(tmp_path / "a.jsonl", [{"prompt": QUESTION, "answer": "3"}])
-    config = DataConfig(weights=(1.0, 2.0))
-    assert [len(d) for d in load_prompts([file, file], make_tokenizer(None), config)] == [1, 1]
-    with pytest.raises(ValueError, match="1 data sets need 1 weights"):
-        load_prompts([file], make_tokenizer(None), config)
-
-
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -365,42 +372,39 @@ def prompts_of(name, size):
     return [Prompt([i + 1], f"{name}{i}", "", name) for i in range(size)]
 
 
-def texts(stream, num_batches):
-    return [[p.text for p in batch] for batch in itertools.islice(stream, num_batches)]
+def texts(stream, *sizes):
+    return [[p.text for p in stream.take(size)] for size in sizes]
 
 
 def test_each_epoch_takes_every_prompt_once_in_another_order():
-    (order,) = texts(PromptStream([prompts_of("a", 50)], 150), 1)
-    epochs = [order[:50], order[50:100], order[100:]]
-    assert all(sorted(epoch) == sorted(f"a{i}" for i in range(50)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3 and epochs[0] != [
-        f"a{i}" for i in range(50)
-    ]
+    epochs = texts(PromptStream([prompts_of("a", 50)]), 50, 50, 50)
+    in_order = [f"a{i}" for i in range(50)]
+    assert all(sorted(epoch) == sorted(in_order) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3 and epochs[0] != in_order
 
 
 def test_the_order_follows_from_the_seed_whatever_its_size_and_is_the_same_on_every_rank():
+    def first_24(seed):
+        return texts(PromptStream([prompts_of("a", 9)], seed=seed), 24)
+
     for seed in (0, 1, 20240229, 2**63):
-        assert texts(PromptStream([prompts_of("a", 9)], 4, seed=seed), 6) == texts(
-            PromptStream([prompts_of("a", 9)], 4, seed=seed), 6
-        )
-    first, second = (texts(PromptStream([prompts_of("a", 9)], 9, seed=seed), 1) for seed in (0, 1))
-    assert first != second
+        assert first_24(seed) == first_24(seed)
+    assert first_24(0) != first_24(1)
 
 
 def test_a_batch_larger_than_the_data_goes_on_with_the_next_epoch():
     """ezpz#190: three prompts and a batch of eight were an end without one step."""
-    batches = texts(PromptStream([prompts_of("a", 3)], 8), 3)
+    batches = texts(PromptStream([prompts_of("a", 3)]), 8, 8, 8)
     assert [len(batch) for batch in batches] == [8, 8, 8]
     assert Counter(itertools.chain(*batches)) == {"a0": 8, "a1": 8, "a2": 8}
 
 
 def test_each_prompt_comes_from_the_data_set_that_is_furthest_behind_its_share():
-    stream = PromptStream([prompts_of("a", 100), prompts_of("b", 100)], 8, weights=(3.0, 1.0))
-    assert ["".join(text[0] for text in batch) for batch in texts(stream, 2)] == ["aabaaaba"] * 2
-    stream = PromptStream(
-        [prompts_of("a", 90), prompts_of("b", 10)], 20
-    )  # without weights: by size
-    assert Counter(text[0] for batch in texts(stream, 5) for text in batch) == {"a": 90, "b": 10}
+    stream = PromptStream([prompts_of("a", 100), prompts_of("b", 100)], weights=(3.0, 1.0))
+    assert ["".join(text[0] for text in batch) for batch in texts(stream, 8, 8)] == ["aabaaaba"] * 2
+    stream = PromptStream([prompts_of("a", 90), prompts_of("b", 10)])  # without weights: by size
+    (batch,) = texts(stream, 100)
+    assert Counter(text[0] for text in batch) == {"a": 90, "b": 10}
 
 
 @pytest.mark.parametrize("stop_after", range(0, 12, 3))
@@ -410,41 +414,37 @@ def test_a_stream_that_was_saved_and_loaded_goes_on_as_if_nothing_had_been(stop_
     """
 
     def stream():
-        return PromptStream([prompts_of("a", 7), prompts_of("b", 5)], 4, weights=(2.0, 1.0), seed=3)
+        return PromptStream([prompts_of("a", 7), prompts_of("b", 5)], weights=(2.0, 1.0), seed=3)
 
-    straight, first = stream(), stream()
-    expected = texts(straight, 12)
-    before = texts(first, stop_after)
-    before_more = [p.text for p in first.take(2)]  # dynamic sampling takes what it lacks
+    (expected,) = texts(stream(), 48)
+    first = stream()
+    before = texts(first, *[4] * stop_after, 2)  # dynamic sampling takes what it lacks
     state = json.loads(json.dumps(first.state_dict()))
     second = stream()
-    next(second)  # what it did before loading does not matter
+    second.take(4)  # what it did before loading does not matter
     second.load_state_dict(state)
-    rest = [p.text for p in second.take(2)] + list(itertools.chain(*texts(second, 11 - stop_after)))
-    assert [*itertools.chain(*before), *before_more, *rest] == list(itertools.chain(*expected))
+    after = texts(second, 2, *[4] * (11 - stop_after))
+    assert list(itertools.chain(*before, *after)) == expected
 
 
 def test_the_state_is_a_snapshot():
-    stream = PromptStream([prompts_of("a", 7)], 4)
+    stream = PromptStream([prompts_of("a", 7)])
     state = stream.state_dict()
-    next(stream)
+    stream.take(4)
     assert state["num_taken"] == [0] and stream.state_dict()["num_taken"] == [4]
 
 
 def test_a_stream_refuses_the_state_of_another_order():
-    state = PromptStream([prompts_of("a", 7)], 4, seed=3).state_dict()
+    state = PromptStream([prompts_of("a", 7)], seed=3).state_dict()
     for other in (
-        PromptStream([prompts_of("a", 8)], 4, seed=3),
-        PromptStream([prompts_of("a", 7)], 4, seed=4),
-        PromptStream([prompts_of("a", 7)], 4, seed=3, weights=(0.5,)),
+        PromptStream([prompts_of("a", 8)], seed=3),
+        PromptStream([prompts_of("a", 7)], seed=4),
+        PromptStream([prompts_of("a", 7)], seed=3, weights=(0.5,)),
     ):
         with pytest.raises(
             ValueError, match="resume with the same --data, --data.weights and --seed"
         ):
             other.load_state_dict(state)
-    PromptStream([prompts_of("a", 7)], 5, seed=3).load_state_dict(
-        state
-    )  # another batch size is another matter
 
 
 def test_all_ids_that_end_a_response_are_found(tmp_path):
@@ -468,4 +468,4 @@ def test_sampling_seeds_follow_from_the_place_alone_and_differ_between_places():
 
 def test_weights_that_are_not_one_for_each_data_set_are_refused():
     with pytest.raises(ValueError, match=r"--data.weights \(1.0, 2.0\): must be 1 numbers"):
-        PromptStream([[Prompt([1], "a", "b", "s")]], 1, weights=(1.0, 2.0))
+        PromptStream([[Prompt([1], "a", "b", "s")]], weights=(1.0, 2.0))

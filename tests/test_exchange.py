@@ -33,20 +33,20 @@ def random_sequence(generator: torch.Generator) -> dict[str, Tensor]:
     padding matters.
     """
     lengths = torch.randint(0, 41, (5,), generator=generator).tolist()
-    return {
-        name: torch.randint(0, 256, (length * dtype.itemsize,), generator=generator)
-        .to(torch.uint8)
-        .view(dtype)
-        if dtype != torch.bool
-        else torch.rand(length, generator=generator) > 0.5
-        for (name, dtype), length in zip(DTYPES.items(), lengths)
-    }
+    sequence = {}
+    for (name, dtype), length in zip(DTYPES.items(), lengths, strict=True):
+        if dtype == torch.bool:
+            sequence[name] = torch.rand(length, generator=generator) > 0.5
+        else:
+            values = torch.randint(0, 256, (length * dtype.itemsize,), generator=generator)
+            sequence[name] = values.to(torch.uint8).view(dtype)
+    return sequence
 
 
 def assert_same(received: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
     """Equal bits (random floats hold NaNs), dtypes and order."""
     assert len(received) == len(expected)
-    for a, b in zip(received, expected):
+    for a, b in zip(received, expected, strict=True):
         assert a.keys() == b.keys()
         for name in a:
             assert a[name].dtype == b[name].dtype and a[name].shape == b[name].shape
@@ -74,17 +74,19 @@ def compare_with_pickled_objects(
         }[receivers]
         everything = [None] * world_size
         dist.all_gather_object(everything, (sequences, destination))
-        expected = [
-            s for sent, to in everything for s, receiver in zip(sent, to) if receiver == rank
-        ]
+        expected = []
+        for sent, to in everything:
+            expected += [s for s, receiver in zip(sent, to, strict=True) if receiver == rank]
         assert_same(exchange(sequences, destination), expected)
 
 
 @pytest.mark.parametrize("one_host", [True, False], ids=["shared memory", "all to all"])
 @pytest.mark.parametrize(
     "num_sequences, receivers",
-    [((7, 12), "random"), ((5, 0, 9), "random"), ((3, 8, 1, 20), "random")]
-    + [
+    [
+        ((7, 12), "random"),
+        ((5, 0, 9), "random"),
+        ((3, 8, 1, 20), "random"),
         ((0, 0), "random"),
         ((30, 0), "last"),
         ((0, 30), "last"),
@@ -95,7 +97,7 @@ def compare_with_pickled_objects(
 def test_received_sequences_are_ordered_by_source_rank_then_position(
     num_sequences, receivers, one_host
 ):
-    """Ragged, empty and one-sided loads; some ranks have no sequence and so do not know the fields."""
+    """Ragged, empty and one-sided loads; ranks without a sequence do not know the fields."""
     run_ranks(len(num_sequences), compare_with_pickled_objects, num_sequences, receivers, one_host)
 
 
@@ -239,7 +241,7 @@ def test_ranks_with_different_fields_are_all_told():
     assert run_ranks(2, swap) == [True, True]
 
 
-def test_a_segment_that_does_not_fit_says_on_all_ranks_how_much_room_there_is_and_the_next_one_works():
+def test_a_segment_that_does_not_fit_says_so_on_all_ranks_with_the_room_and_the_next_one_works():
     shm = os.statvfs("/dev/shm")
     too_many = (
         shm.f_blocks * shm.f_frsize // 8 + 1

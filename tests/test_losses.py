@@ -1,17 +1,12 @@
-"""Loss terms against hand-computed numbers, exact sums over small vocabularies, and other layouts
-of the same step.
-"""
+"""Loss terms against hand-computed numbers and exact sums over small vocabularies."""
 
 import itertools
 import math
-import random
 from types import SimpleNamespace
 
 import pytest
 import torch
-from rows import make_model, random_sequences
 
-from logprobs import token_logprobs
 from losses import (
     CriticConfig,
     LossConfig,
@@ -25,7 +20,6 @@ from losses import (
     token_weights,
     value_loss,
 )
-from packing import pack
 
 NAN = float("nan")
 
@@ -237,65 +231,6 @@ def test_the_sequence_ratio_is_the_geometric_mean_over_the_response_tokens():
     assert 0 < clipped < 8
 
 
-LENGTHS = [1, 2, 4, 8, 16, 32, 64, 128]
-
-
-def step_gradients(model, groups, normalize, ratio, capacity=10_000):
-    """Gradients of one step over groups of sequences, each group packed into its own rows."""
-    model.zero_grad()
-    totals = {"tokens": sum(LENGTHS), "sequences": len(LENGTHS)}
-    for row in (row for group in groups for row in pack(group, capacity)):
-        live = row.fields["response_mask"]
-        each, normalizer = token_weights(normalize, live, row.cu_seqlens, totals, 128)
-        logprobs, entropy = token_logprobs(model, row)
-        loss, _ = policy_loss(
-            logprobs,
-            logprobs.detach() + 0.05 * torch.sin(row.tokens.float()),
-            row.fields["advantages"],
-            live,
-            normalizer=normalizer,
-            cu_seqlens=row.cu_seqlens,
-            ratio=ratio,
-            token_weights=each,
-        )
-        loss = (
-            loss
-            + masked_sum(kl_estimate(logprobs, logprobs.detach() - 0.1) * each, live) / normalizer
-        )
-        loss = loss - 0.01 * masked_sum(entropy * each, live) / normalizer
-        loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma"])
-@pytest.mark.parametrize("normalize", ["token", "sequence", "constant"])
-def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_rows_and_order(
-    architecture, normalize
-):
-    """open-instruct#1137, verl#5625: means of micro-batch means; transformers#34191: per model
-    class.
-    """
-    model = make_model(architecture)
-    sequences = random_sequences([(3, n) for n in LENGTHS])
-    shuffled = random.Random(0).sample(sequences, len(sequences))
-    ratio = "sequence" if normalize == "sequence" else "token"
-    expected = step_gradients(model, [sequences], normalize, ratio)
-    layouts = [[sequences[i : i + n] for i in range(0, 8, n)] for n in (1, 2, 4)]
-    for layout, capacity in [
-        *((groups, 10_000) for groups in layouts),
-        ([sequences], 150),
-        ([shuffled], 140),
-    ]:
-        found = step_gradients(model, layout, normalize, ratio, capacity)
-        for name, gradient in expected.items():
-            scale = gradient.abs().max().item()
-            assert scale > 0
-            # fp32 sums in another order, against the largest entry.
-            torch.testing.assert_close(
-                found[name], gradient, rtol=1e-5, atol=1e-5 * scale, msg=name
-            )
-
-
 # An exact check of what each estimator is: all tokens of a small vocabulary, weighted by their
 # probability.
 POLICY = torch.tensor([0.9, -0.3, 0.2, -1.1, 0.5], dtype=torch.float64)
@@ -421,14 +356,8 @@ def test_importance_weights_are_the_ratio_to_the_sampler_truncated_and_without_g
     assert weights.tolist() == pytest.approx([math.exp(0.5), 2.0]) and not weights.requires_grad
 
 
-LOG_WEIGHTS = [
-    0.1,
-    0.2,
-    -0.9,
-    5.0,
-    0.8,
-    0.9,
-]  # of two responses of 3 and 2 tokens, and of one masked token between them
+# Of two responses of 3 and 2 tokens, and of one masked token between them.
+LOG_WEIGHTS = [0.1, 0.2, -0.9, 5.0, 0.8, 0.9]
 LIVE = mask(1, 1, 1, 0, 1, 1)
 
 
@@ -535,7 +464,7 @@ def test_the_policys_loss_is_the_sum_of_its_terms_by_hand(ratio, normalize, kl):
     ("clip", "expected"), [(0.2, (0.32 + 0.02 + 0.0) / 3), (math.inf, (0.125 + 0.02 + 0.0) / 3)]
 )
 def test_the_critics_loss_uses_its_clip_and_is_a_mean_over_tokens(clip, expected):
-    """A value of 0.5 that may be 0.2, one that is 0.2 off within the band, and one that is right."""
+    """A value of 0.5 that may be 0.2, one that is 0.2 off within the band, one that is right."""
     row = two_responses(
         values=tensor(NAN, 0.0, 0.8, NAN, 1.0), returns=tensor(NAN, 1.0, 1.0, NAN, 1.0)
     )
@@ -589,10 +518,13 @@ def test_settings_without_meaning_are_refused(setting, message):
 
 
 @pytest.mark.parametrize(
-    "setting", [dict(learning_rate=NAN), dict(warmup_steps=-1), dict(value_clip=NAN)]
+    ("setting", "message"),
+    [
+        (dict(learning_rate=NAN), "--critic.learning-rate nan: must be above 0"),
+        (dict(warmup_steps=-1), "--critic.warmup-steps -1: must be at least 0"),
+        (dict(value_clip=NAN), "--critic.value-clip nan: must be above 0"),
+    ],
 )
-def test_a_critics_settings_without_meaning_are_refused(setting):
-    with pytest.raises(
-        ValueError, match="--critic.learning-rate .* must be above 0, at least 0, above 0"
-    ):
+def test_a_critics_settings_without_meaning_are_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
         CriticConfig(**setting)

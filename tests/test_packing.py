@@ -3,7 +3,6 @@ alone.
 """
 
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
-from rows import ARCHITECTURES, VOCAB_SIZE, make_model, plain_logprobs, random_sequences
+from rows import (
+    ARCHITECTURES,
+    VOCAB_SIZE,
+    best_time_s,
+    make_model,
+    plain_logprobs,
+    random_sequences,
+)
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from exchange import exchange
@@ -25,6 +31,7 @@ from packing import (
     first_fit_decreasing,
     lay_out,
     pack,
+    pack_alike,
     packing_efficiency,
     sequence,
     sequence_cost,
@@ -38,16 +45,6 @@ def realistic_lengths(num_sequences, *, median=600.0, spread=0.8, limit=2048, se
         torch.tensor(median).log().item(), spread, generator=generator
     )
     return drawn.clamp(16, limit).int().tolist()
-
-
-def best_time_s(run, tries=10):
-    """CPU time of the fastest of several runs: other processes on the machine can only add to it."""
-    times = []
-    for _ in range(tries):
-        start = time.thread_time()
-        run()
-        times.append(time.thread_time() - start)
-    return min(times)
 
 
 def ids(*numbers):
@@ -449,6 +446,19 @@ def test_all_ranks_get_equally_many_rows_and_every_sequence_keeps_its_fields(cas
         }
 
 
+def test_rows_of_what_is_only_read_are_as_many_on_all_ranks_and_nothing_travels():
+    def layout():
+        mine = [{"tokens": torch.full((n,), n)} for n in ([9, 8, 2], [], [10])[dist.get_rank()]]
+        return pack_alike(mine, 10)
+
+    first, second, third = run_ranks(3, layout)
+    assert [row.tokens.tolist() for row in first] == [[9] * 9, [8] * 8 + [2] * 2]
+    assert [row.source for row in first] == [(0,), (1, 2)]
+    assert [row.source for row in second] == [(), ()]
+    assert [row.source for row in third] == [(0,), ()]
+    assert [row.tokens.tolist() for row in pack_alike([{"tokens": ids(4, 5)}], 10)] == [[4, 5]]
+
+
 def test_totals_count_only_what_is_learned_from():
     sequences = [sequence(ids(1), ids(2, 3)), sequence(ids(1), ids(2, 3, 4), learn=False)]
     _, totals = lay_out(sequences, [0, 0], BatchConfig(), exchange=exchange, like=sequences[0])
@@ -541,8 +551,10 @@ def test_the_batch_arithmetic_is_said_in_a_line():
     config = BatchConfig(
         prompts_per_step=6, group_size=4, num_minibatches=3, num_epochs=2, tokens_per_row=100
     )
-    expected = "6 prompts x 4 = 24 samples of up to 7 + 9 tokens; 2 epochs x 3 minibatches of 8, in rows of 100 tokens"
-    assert config.describe(7, 9) == expected
+    assert config.describe(7, 9) == (
+        "6 prompts x 4 = 24 samples of up to 7 + 9 tokens; "
+        "2 epochs x 3 minibatches of 8, in rows of 100 tokens"
+    )
 
 
 def test_minibatches_are_equal_slices_of_the_global_order_of_prompts_wherever_they_were_sampled():
