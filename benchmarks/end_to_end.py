@@ -6,8 +6,7 @@
         --programs handful trl
     python benchmarks/end_to_end.py                  # only the table of what has been measured
 
-Two programs can only be compared on one machine in one hour: hosts differ by a quarter. So all run
-here, and with --rounds 2 each runs twice, in turn (a b a b).
+Hosts differ by a quarter, so programs are compared on one machine only, with --rounds 2 in turn.
 
 Workloads (64 prompts x 8 samples, GSM8K's questions, a learning rate of 1e-6, no reference model):
     w1       256 new tokens, forced; the engine keeps its memory      SmolLM2-135M
@@ -35,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import json
 import os
 import shlex
@@ -48,8 +48,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from peers.verl_grpo import in_common_names
+
+from metrics import PEAK_FLOPS
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "vllm", "trl", "verl")
+ABOUT = ("device", "date", "versions", "command")
 PROGRAMS = ("handful", "trl", "trl-generate", "verl")
 
 
@@ -60,33 +69,40 @@ class Workload:
     max_new: int
     forced: bool
     sleep: bool
-    handful: str
-    """Flags of grpo.py."""
+    handful: str  # flags
     trl: str
     verl: str
 
 
 WORKLOADS = {
     "w1": Workload(
-        *(64, 8, 256, True, False),
+        *(64, 8, 256),
+        forced=True,
+        sleep=False,
         handful="--tokens-per-row 65536",
         trl="--micro-batch 128 --memory-fraction 0.25",
         verl="--micro-tokens 32768",
     ),
     "w2": Workload(
-        *(64, 8, 512, True, True),
+        *(64, 8, 512),
+        forced=True,
+        sleep=True,
         handful="",
         trl="--micro-batch 16 --memory-fraction 0.4",
         verl="--micro-tokens 16384",
     ),
     "natural": Workload(
-        *(128, 8, 1024, False, False),
+        *(128, 8, 1024),
+        forced=False,
+        sleep=False,
         handful="--tokens-per-row 65536",
         trl="--micro-batch 64 --memory-fraction 0.25",
         verl="--micro-tokens 32768",
     ),
     "smoke": Workload(
-        *(4, 4, 8, True, False),
+        *(4, 4, 8),
+        forced=True,
+        sleep=False,
         handful="--tokens-per-row 256 --rollout.backend hf --data.max-prompt-tokens 32",
         trl="--micro-batch 8 --max-prompt 32",
         verl="",
@@ -97,43 +113,32 @@ WORKLOADS = {
 def command_of(program: str, args, metrics: Path) -> list[str]:
     """The command line; the program adds a line a step to the file `metrics`."""
     work = WORKLOADS[args.workload]
-    extra = [flag for name, flags in args.extra if name == program for flag in shlex.split(flags)]
-    steps = str(args.steps or (6 if program == "handful" else 4))
+    model = shlex.quote(args.model)
+    data = shlex.quote(args.data)
     if program == "handful":
-        flags = {
-            "--model": args.model,
-            "--data": args.data,
-            "--output-dir": str(metrics.parent.parent),
-            "--name": metrics.parent.name,
-            "--num-steps": steps,
-            "--prompts-per-step": str(work.prompts),
-            "--group-size": str(work.samples),
-            "--rollout.max-response-tokens": str(work.max_new),
-            "--rollout.sleep-level": "2" if work.sleep else "0",
-            "--reward.functions": f"{ROOT / 'examples/arithmetic.py'}:last_number",
-            "--log.plot-every": "0",
-        }
-        switches = ["--rollout.ignore-eos"] if work.forced else []
-        given = [part for pair in flags.items() for part in pair]
-        return [sys.executable, "grpo.py", *given, *switches, *shlex.split(work.handful), *extra]
-    script = "verl_grpo.py" if program == "verl" else "trl_grpo.py"
-    flags = {
-        "--metrics": str(metrics),
-        "--steps": steps,
-        "--prompts": str(work.prompts),
-        "--samples": str(work.samples),
-        "--max-new": str(work.max_new),
-    }
-    wanted = {
-        "--forced": work.forced,
-        "--sleep": work.sleep and program != "trl-generate",
-        "--generate": program == "trl-generate",
-    }
-    given = [part for pair in flags.items() for part in pair]
-    switches = [flag for flag, is_on in wanted.items() if is_on]
-    own = shlex.split(work.verl if program == "verl" else work.trl)
-    path = str(ROOT / "benchmarks/peers" / script)
-    return [sys.executable, path, args.model, args.data, *given, *switches, *own, *extra]
+        parts = [
+            f"grpo.py --model {model} --data {data} --num-steps {args.steps}",
+            f"--output-dir {metrics.parent.parent} --name {metrics.parent.name}",
+            f"--prompts-per-step {work.prompts} --group-size {work.samples}",
+            f"--rollout.max-response-tokens {work.max_new}",
+            f"--reward.functions {ROOT / 'examples/arithmetic.py'}:last_number",
+            "--rollout.ignore-eos" if work.forced else "",
+            f"--rollout.sleep-level {2 if work.sleep else 0}",
+            work.handful,
+        ]
+    else:
+        script = "verl_grpo.py" if program == "verl" else "trl_grpo.py"
+        parts = [
+            f"{ROOT / 'benchmarks/peers' / script} {model} {data} --metrics {metrics}",
+            f"--steps {args.peer_steps} --prompts {work.prompts} --samples {work.samples}",
+            f"--max-new {work.max_new}",
+            "--forced" if work.forced else "",
+            "--generate" if program == "trl-generate" else "",
+            "--sleep" if work.sleep and program != "trl-generate" else "",
+            work.verl if program == "verl" else work.trl,
+        ]
+    parts += [flags for name, flags in args.extra if name == program]
+    return [sys.executable, *shlex.split(" ".join(parts))]
 
 
 def from_handful(line: dict, work: Workload, peak: float | None) -> dict:
@@ -158,46 +163,16 @@ def from_handful(line: dict, work: Workload, peak: float | None) -> dict:
     return step
 
 
-def from_verl(line: dict, work: Workload) -> dict:
-    """A line of verl's file logger in the common names."""
-    data = line["data"]
-    times = {name[9:]: s for name, s in data.items() if name.startswith("timing_s/")}
-    num_samples = work.prompts * work.samples
-    new_tokens = num_samples * data["response_length/mean"]
-    sample_s = times["gen"] + times.get("update_weights", 0.0)
-    return {
-        "step": line["step"] - 1,
-        "step_s": times["step"],
-        "sample_s": sample_s,
-        "score_s": times["step"] - sample_s - times["update_actor"],
-        "update_s": times["update_actor"],
-        "new_tokens": round(new_tokens),
-        "trained_tokens": round(new_tokens + num_samples * data["prompt_length/mean"]),
-        "phases": {name: s for name, s in times.items() if name != "step"},
-    }
-
-
-def common(program: str, line: dict, work: Workload, peak: float | None) -> dict:
-    if program == "handful":
-        return from_handful(line, work, peak)
-    return from_verl(line, work) if program == "verl" else line
-
-
 class DeviceMemory:
     """Bytes in use on the first visible GPU, by NVML; 0 without one."""
 
     def __init__(self):
         self.handle = None
-        try:
-            import pynvml
+        if not torch.cuda.is_available() or importlib.util.find_spec("pynvml") is None:
+            return
+        import pynvml
 
-            pynvml.nvmlInit()
-        except (ImportError, OSError) as error:
-            print(f"memory is not measured: {error}", file=sys.stderr)
-            return
-        except pynvml.NVMLError as error:
-            print(f"memory is not measured: {error}", file=sys.stderr)
-            return
+        pynvml.nvmlInit()
         self.nvml = pynvml
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         by_name = pynvml.nvmlDeviceGetHandleByUUID
@@ -245,7 +220,7 @@ def end_children() -> None:
 
 
 def run(program: str, args, round_: int, memory: DeviceMemory, peak: float | None) -> None:
-    """One program, start to end; a line of the results file per step as it comes."""
+    """One program from start to end; a line of the results file per step, as it comes."""
     work = WORKLOADS[args.workload]
     directory = Path(tempfile.mkdtemp(prefix=f"{args.workload}-{program}-", dir=args.directory))
     metrics = directory.resolve() / "run" / "metrics.jsonl"
@@ -265,39 +240,38 @@ def run(program: str, args, round_: int, memory: DeviceMemory, peak: float | Non
         "command": shlex.join(["python", *command[1:]]),
     }
     print(f"\n{program}, round {round_}: {about['command']}", flush=True)
-    before = memory.used()
-    highest = before
+    before = highest = memory.used()
     num_seen = 0
     start = time.monotonic()
     with (directory / "log").open("w") as log:
         job = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
-        is_over = False
-        while not is_over:
-            is_over = job.poll() is not None
-            highest = max(highest, memory.used())
-            if time.monotonic() - start > args.limit_s and not is_over:
-                print(f"{program}: over --limit-s {args.limit_s}", flush=True)
-                job.terminate()
-                is_over = True
-            # A line without its end is still being written.
-            lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
-            for line in lines[num_seen:]:
-                step = common(program, json.loads(line), work, peak)
-                if num_seen == 0:
-                    about["start_s"] = time.monotonic() - start - step["step_s"]
-                step["gib"] = (highest - before) / 2**30
-                with open(args.results, "a") as file:
-                    file.write(json.dumps(about | step) + "\n")
-                shown = {name: x for name, x in step.items() if name not in ("phases", "raw")}
-                print(json.dumps(shown), flush=True)
-                num_seen += 1
-            time.sleep(0.1)
-    end_children()
-    if job.returncode != 0:
-        print(f"{program} ended with {job.returncode}; the end of {directory / 'log'}:")
+    is_over = False
+    while not is_over:
+        time.sleep(0.1)
+        is_over = job.poll() is not None or time.monotonic() - start > args.limit_s
+        highest = max(highest, memory.used())
+        # A line without its end is still being written.
+        lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+        for line in lines[num_seen:]:
+            step = json.loads(line)
+            if program == "handful":
+                step = from_handful(step, work, peak)
+            elif program == "verl":
+                step = in_common_names(step, work.prompts * work.samples)
+            if num_seen == 0:
+                about["start_s"] = time.monotonic() - start - step["step_s"]
+            step["gib"] = (highest - before) / 2**30
+            with open(args.results, "a") as file:
+                file.write(json.dumps(about | step) + "\n")
+            shown = {name: x for name, x in step.items() if name not in ("phases", "raw")}
+            print(json.dumps(shown), flush=True)
+            num_seen += 1
+    if job.poll() != 0:
+        print(f"{program} ended with {job.poll()} (None: over --limit-s); {directory / 'log'}:")
         print("\n".join((directory / "log").read_text().splitlines()[-25:]), flush=True)
+    end_children()
 
 
 def load(results: str) -> dict[tuple[str, str, int], list[dict]]:
@@ -320,14 +294,11 @@ def summary(steps: list[dict], flops_per_token: float | None, peak: float | None
     def median(value) -> float:
         return statistics.median(value(step) for step in late)
 
-    result = {
-        "first_step_s": steps[0]["step_s"],
-        "start_s": steps[0]["start_s"],
-        "steps": len(late),
-        "step_s": median(lambda s: s["step_s"]),
-        "sample_s": median(lambda s: s["sample_s"]),
-        "score_s": median(lambda s: s["score_s"]),
-        "update_s": median(lambda s: s["update_s"]),
+    result = {"start_s": steps[0]["start_s"], "first_step_s": steps[0]["step_s"]}
+    result["num_steps"] = len(late)
+    for name in ("step_s", "sample_s", "score_s", "update_s"):
+        result[name] = statistics.median(step[name] for step in late)
+    result |= {
         "new_tokens_per_s": median(lambda s: s["new_tokens"] / s["step_s"]),
         "trained_tokens_per_s": median(lambda s: s["trained_tokens"] / s["step_s"]),
         "gib": max(step["gib"] for step in steps),
@@ -340,24 +311,20 @@ def summary(steps: list[dict], flops_per_token: float | None, peak: float | None
 
 
 def tabulate(results: str, peak: float | None) -> list[dict]:
-    """A record per workload, program and round, and how many times handful's speed of the same
-    round is the program's."""
+    """A record per workload, program and round; handful_times: how many times the program's speed
+    handful's is in the same round.
+    """
     runs = load(results)
     table = []
     for (workload, program, round_), steps in sorted(runs.items()):
-        own = [s for key, run in runs.items() for s in run if key[:2] == (workload, "handful")]
+        own = runs.get((workload, "handful", round_), [])
         priced = [s["model_flops"] / s["trained_tokens"] for s in own if "model_flops" in s]
-        price = statistics.median(priced) if priced else None
         record = {"workload": workload, "program": program, "round": round_}
-        record |= summary(steps, price, peak)
-        for name in ("device", "date", "versions", "command"):
-            record[name] = steps[0][name]
-        table.append(record)
-    for record in table:
-        key = "trained_tokens_per_s"
-        same = [r for r in table if (r["workload"], r["round"]) == (record["workload"], record["round"])]
-        ours = [r[key] for r in same if r["program"] == "handful"]
-        record["handful_times"] = ours[0] / record[key] if ours else None
+        record |= summary(steps, statistics.median(priced) if priced else None, peak)
+        if own:
+            speed = summary(own, None, None)["trained_tokens_per_s"]
+            record["handful_times"] = speed / record["trained_tokens_per_s"]
+        table.append(record | {name: steps[0][name] for name in ABOUT})
     return table
 
 
@@ -399,7 +366,8 @@ def main() -> None:
     parser.add_argument("--data", help="GSM8K's train.jsonl: question and answer")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=["handful"])
     parser.add_argument("--rounds", type=int, default=1, help="times that each program runs")
-    parser.add_argument("--steps", type=int, help="of each; default: 6 for handful, 4 for others")
+    parser.add_argument("--steps", type=int, default=6, help="of handful")
+    parser.add_argument("--peer-steps", type=int, default=4, help="of each other program")
     parser.add_argument("--limit-s", type=float, default=540, help="longest that one may run")
     parser.add_argument("--results", default=str(ROOT / "benchmarks/results/end_to_end.jsonl"))
     parser.add_argument("--directory", help="of the programs' own files; default: a temporary one")
@@ -407,9 +375,7 @@ def main() -> None:
     parser.add_argument("--extra", nargs=2, action="append", default=[], metavar=("NAME", "FLAGS"))
     args = parser.parse_args()
     memory = DeviceMemory()
-    peaks = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
-    found = [flops for name, flops in peaks.items() if name in memory.name()]
-    peak = found[0] if found else None
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in memory.name()), None)
     if args.workload:
         if not (args.model and args.data):
             parser.error("--model and --data are needed to run programs")
@@ -418,8 +384,8 @@ def main() -> None:
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans come to us
         for round_ in range(1, args.rounds + 1):
             for program in args.programs:
-                wanted = args.steps or (6 if program == "handful" else 4)
-                if len(load(args.results).get((args.workload, program, round_), [])) < wanted:
+                done = load(args.results).get((args.workload, program, round_), [])
+                if len(done) < (args.steps if program == "handful" else args.peer_steps):
                     run(program, args, round_, memory, peak)
     table = tabulate(args.results, peak)
     Path(args.results).with_suffix(".json").write_text(

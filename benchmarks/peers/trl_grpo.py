@@ -139,7 +139,9 @@ def main() -> None:
     )
     parser.add_argument("model")
     parser.add_argument("data")
-    parser.add_argument("--metrics", required=True, help="file to which a JSON line is added a step")
+    parser.add_argument(
+        "--metrics", required=True, help="file to which a JSON line is added a step"
+    )
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)

@@ -132,6 +132,24 @@ def settings(args, directory: Path) -> list[str]:
     ]
 
 
+def in_common_names(line: dict, num_samples: int) -> dict:
+    """A line of verl's file logger in the names of benchmarks/end_to_end.py."""
+    data = line["data"]
+    times = {name[9:]: s for name, s in data.items() if name.startswith("timing_s/")}
+    new_tokens = num_samples * data["response_length/mean"]
+    sample_s = times["gen"] + times.get("update_weights", 0.0)
+    return {
+        "step": line["step"] - 1,
+        "step_s": times["step"],
+        "sample_s": sample_s,
+        "score_s": times["step"] - sample_s - times["update_actor"],
+        "update_s": times["update_actor"],
+        "new_tokens": round(new_tokens),
+        "trained_tokens": round(new_tokens + num_samples * data["prompt_length/mean"]),
+        "phases": {name: s for name, s in times.items() if name != "step"},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
