@@ -41,6 +41,7 @@ import checkpoint
 import comms
 import data
 import exchange
+import hf_backend
 import hub
 import logprobs
 import losses
@@ -247,7 +248,7 @@ def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt],
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)
     copies = 1 if args.loss.kl_coef else 0
-    size = hub.memory_plan(path, dist.get_world_size(), args.model.master_dtype, copies)
+    size = hub.memory_plan(path, args.model.master_dtype, copies)
     run.print_plan(args, datasets, eval_sets, model=f"{path}: {size}")
     return path, tokenizer, stream, [p for prompts in eval_sets for p in prompts], scorer
 
@@ -269,7 +270,7 @@ def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
     """The sampler, asleep: vLLM, or Transformers' generate."""
     is_vllm = args.rollout.backend == "vllm"
     return rollout.Engine(
-        vllm_backend.VllmBackend if is_vllm else rollout.HfBackend,
+        vllm_backend.VllmBackend if is_vllm else hf_backend.HfBackend,
         path,
         args.rollout,
         max_prompt_tokens=args.data.max_prompt_tokens,

@@ -8,7 +8,8 @@ How it works. The head is applied to the positions that predict response tokens,
 a time; of each chunk only two numbers per token survive, logprob and entropy. The backward pass
 computes each chunk's logits again and turns them in place into their own gradient. A Python loop
 under autograd would keep every chunk alive, hence the autograd Function.
-    z = h W^T / T         lse = log sum exp z      logprob = z[target] - lse        entropy = lse - sum softmax(z) z
+    z = h W^T / T                                 lse = log sum exp z
+    logprob = z[target] - lse                     entropy = lse - sum softmax(z) z
     d logprob / dz_j = [j = target] - p_j          d entropy / dz_j = -p_j (log p_j + entropy)
 Worked example: logits [0, 0, -inf]: both live words have logprob -ln 2, the entropy is ln 2, and
 the dead word's gradient is 0.
@@ -85,55 +86,45 @@ def _run(model: nn.Module, method, row, *options):
     return result
 
 
-def model_scores(
-    model, sequences: Sequence[Sequence[int]], *, tokens_per_row: int = 8192
-) -> list[float]:
-    """Scores of token-id sequences by a sequence-classification decoder with one label, each read
-    at its last token. Packed, without pads; ends go by length (pad may be eos). Attention must keep
-    sequences apart: attention.py's, or Transformers' sdpa and flash. All ranks call it together:
-    sharded forwards are collective, short ranks run more.
+def model_scores(model: nn.Module, rows: Sequence) -> list[float]:
+    """Scores of packed sequences by a decoder with one label, in the order they were packed from.
+
+    rows: of packing.pack_alike, as many on all ranks: a sharded forward is collective. A sequence's
+    score is read at its last token. That token is found by the sequence's length: pad and end may
+    be one token. Attention must keep sequences apart: attention.py's, or Transformers' sdpa and
+    flash.
     """
-    if (
-        model.config.num_labels != 1
-        or not hasattr(model, "score")
-        or model.config._attn_implementation == "eager"
-    ):
-        raise ValueError(
-            f"{type(model).__name__}: needs a `score` head, num_labels 1 and attention other than eager"
-        )
-    rows, scores, outputs = [], [], []
-    for sequence in sequences:
-        if not rows or sum(map(len, rows[-1])) + len(sequence) > tokens_per_row:
-            rows.append([])
-        rows[-1].append(torch.as_tensor(sequence, device=model.device))
-    num_rows = torch.tensor(len(rows), device=model.device)
-    if torch.distributed.is_initialized():
-        torch.distributed.all_reduce(num_rows, torch.distributed.ReduceOp.MAX)
-    rows += [[torch.zeros(1, dtype=torch.long, device=model.device)]] * (int(num_rows) - len(rows))
-    # All tokens' scores, from the head itself: the model's own choice among them goes by the value
-    # of the pad token.
-    read = lambda head, inputs, _: outputs.append(
-        inputs[0].float() @ head.weight.t().float()
-    )  # bf16 rounds 10 to 1/16
+    config = model.config
+    attends = config._attn_implementation
+    if config.num_labels != 1 or not hasattr(model, "score") or attends == "eager":
+        rule = "needs a `score` head, num_labels 1 and attention other than eager"
+        raise ValueError(f"{type(model).__name__}: {rule}")
+    outputs = []
+
+    def read(head, inputs, _):
+        """All tokens' scores: the model's own choice among them goes by the pad token's value."""
+        outputs.append(inputs[0].float() @ head.weight.t().float())  # bf16 rounds 10 to 1/16
+
+    scores = {}
     with torch.no_grad(), model.score.register_forward_hook(read):
         for row in rows:
-            edges = torch.tensor([0, *map(len, row)], device=model.device).cumsum(0).int()
-            positions = torch.cat(
-                [torch.arange(len(sequence), device=model.device) for sequence in row]
-            )
-            longest = max(map(len, row))
-            spans = {
-                "cu_seq_lens_q": edges,
-                "cu_seq_lens_k": edges,
-                "max_length_q": longest,
-                "max_length_k": longest,
-            }
-            spans = spans if model.config._attn_implementation == "packed" else {}
-            model(torch.cat(row)[None], position_ids=positions[None], use_cache=False, **spans)
-            scores += outputs.pop()[0, edges[1:] - 1, 0].tolist()
-    if not all(map(math.isfinite, scores)):
+            row = row.to(model.device)
+            spans = {}
+            if attends == "packed":
+                spans = {
+                    "cu_seq_lens_q": row.cu_seqlens,
+                    "cu_seq_lens_k": row.cu_seqlens,
+                    "max_length_q": row.max_seqlen,
+                    "max_length_k": row.max_seqlen,
+                }
+            positions = row.position_ids[None]
+            model(row.tokens[None], position_ids=positions, use_cache=False, **spans)
+            ends = outputs.pop()[0, row.cu_seqlens[1:] - 1, 0]
+            if row.source:
+                scores |= dict(zip(row.source, ends.tolist(), strict=True))
+    if not all(map(math.isfinite, scores.values())):
         raise RuntimeError(f"{type(model).__name__} gave a score of NaN or Inf")
-    return scores[: len(sequences)]
+    return [scores[i] for i in sorted(scores)]
 
 
 @torch.no_grad()
@@ -154,20 +145,34 @@ def with_values(critic: nn.Module, rows: list[list]) -> list[list]:
     return _with_field(rows, "values", lambda row: token_values(critic, row))
 
 
-def warm_up(model: nn.Module, rows: Sequence) -> None:
-    """Forward of each row without gradients, and with backward if the model learns: kernels are
-    compiled, and the allocator has its blocks. Compiled code is chosen by ranges of a row's length:
-    rows should be of all sizes.
+def warm_up(models: Sequence[nn.Module | None], rows: Sequence, present: Callable) -> None:
+    """On a GPU: each model's forward over each row, and its backward if it learns.
+
+    Kernels are compiled at their first use and the allocator gets its blocks: before step 0, not in
+    it. Compiled code is chosen by ranges of a row's length, so rows should be of all sizes.
+    present(model) is a context in which the model is on the device (offload.Offload.present).
     """
-    compute = (
-        token_values if hasattr(model, "score") else lambda *inputs: token_logprobs(*inputs)[0]
-    )
-    for row in (row.to(model.device) for row in rows):
-        with torch.no_grad():
-            compute(model, row)
-        if any(parameter.requires_grad for parameter in model.parameters()):
-            compute(model, row).sum().backward()
-    model.zero_grad(set_to_none=True)
+    if not torch.cuda.is_available():
+        return
+    for model in models:
+        if model is None:
+            continue
+        with present(model):
+            for row in rows:
+                _warm_up(model, row.to(model.device))
+            model.zero_grad(set_to_none=True)
+
+
+def _warm_up(model: nn.Module, row) -> None:
+    def compute() -> Tensor:
+        if hasattr(model, "score"):
+            return token_values(model, row)
+        return token_logprobs(model, row)[0]
+
+    with torch.no_grad():
+        compute()
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        compute().sum().backward()
 
 
 def _with_field(rows: list[list], name: str, compute: Callable) -> list[list]:

@@ -203,7 +203,7 @@ def print_plan(args: Any, datasets: Sequence, eval_sets: Sequence, **models: str
     plan = {
         **models,
         "data": f"{num_prompts} prompts for {args.num_steps} steps, {num_evals} to evaluate",
-        "ranks": f"{num_ranks}; {num_engines} {args.rollout.engine} engines",
+        "ranks": f"{num_ranks}; {num_engines} {args.rollout.backend} engines",
         "batch": args.batch.describe(*limits),
     }
     for name, text in plan.items():

@@ -14,7 +14,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ENTRIES = {"grpo", "ppo", "hybrid"}
 ALGORITHM = {"data", "advantages", "packing", "losses", "logprobs"}
-MACHINE = {"model", "attention", "lora", "rollout", "vllm_backend", "scheduler"}
+MACHINE = {"model", "attention", "lora", "rollout", "vllm_backend", "hf_backend", "scheduler"}
 MACHINE |= {"reshard", "comms", "exchange", "offload"}
 RUN = {"run", "hub", "rewards", "answers", "checkpoint", "metrics", "report", "autotune", "check"}
 MECHANISMS = ALGORITHM | MACHINE | RUN

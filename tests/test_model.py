@@ -1,4 +1,4 @@
-"""Shards of a Transformers model: what is loaded, what gradients mean, what an optimizer step does."""
+"""Shards of a Transformers model: what is loaded, what gradients mean, what a step does."""
 
 import math
 import os
@@ -41,7 +41,7 @@ from packing import BatchConfig, pack, sequence
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    """{kind: directory}; "uneven" has tensors of 5 rows, which leave the last of 4 ranks with none."""
+    """{kind: directory}; "uneven" has tensors of 5 rows: the last of 4 ranks has none."""
     made = {kind: save_tiny(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
     return made | {
         "uneven": save_tiny(tmp_path_factory.mktemp("uneven"), "llama", intermediate_size=5)
@@ -368,7 +368,7 @@ def test_the_built_in_model_is_made_once_and_known_to_all_ranks(paths):
 def test_the_memory_plan_counts_four_bytes_a_weight_four_times(paths):
     """fp32 weights, gradients and two moments: 16 bytes a parameter, over the ranks."""
     num = sum(x.numel() for x in load_file(f"{paths['qwen2']}/model.safetensors").values())
-    plan = memory_plan(paths["qwen2"], 1, "float32", frozen_copies=0)
+    plan = memory_plan(paths["qwen2"], "float32", frozen_copies=0)
     assert plan.startswith(
         f"{num / 1e6:.1f} M parameters on 1 ranks: weights {4 * num / 2**30:.2f}, gradients"
     )
@@ -655,7 +655,8 @@ def start(tmp_path, text, num_ranks=0):
 
 def test_a_program_without_torchrun_is_one_rank_and_takes_no_port(tmp_path):
     """huggingface/trl#3979: a second job on a host died, the port was taken."""
-    text = "import os\nprint(mesh.size(), mesh.mesh_dim_names, 'MASTER_PORT' in os.environ, torch.initial_seed())"
+    text = "import os\nnames = mesh.mesh_dim_names\nhas_port = 'MASTER_PORT' in os.environ\n"
+    text += "print(mesh.size(), names, has_port, torch.initial_seed())"
     _, job = start(tmp_path, text)
     assert job.stdout.split("\n")[0] == "1 ('shard',) False 7", job.stderr
 
@@ -700,7 +701,7 @@ def kernel_attention(name):
 
 @pytest.mark.slow
 def test_after_a_warm_up_with_rows_of_all_sizes_no_other_row_compiles_anything(paths, monkeypatch):
-    """Nor the empty row of a rank that has too few. Models of one shape share their layers' code."""
+    """Nor a rank's empty row. Models of one shape share their layers' code."""
     monkeypatch.setattr(attention_file, "_segment_attention", kernel_attention("warm_up"))
 
     def job():

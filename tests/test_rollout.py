@@ -18,12 +18,15 @@ from lab import lab
 from tiny import KINDS, save_tiny
 from torch.distributed.device_mesh import init_device_mesh
 
+import vllm_backend
 from attention import use_packed_attention
+from hf_backend import HfBackend
 from logprobs import token_logprobs
 from model import load_policy
 from packing import pack, sequence
 from reshard import iter_full_params, sync_weights, verify_sync
-from rollout import HfEngine, RolloutConfig, VllmEngine
+from rollout import Engine, RolloutConfig
+from vllm_backend import VllmBackend
 
 EOS, ALSO_STOPS = 1, 12  # of the tiny models' vocabulary of 14
 LIMIT = 12
@@ -46,10 +49,10 @@ def differences(policy, rollouts, temperature=1.0):
 class Kept:
     """What a rank keeps: a trainer's policy and an engine of each kind of model."""
 
-    def __init__(self, paths, tensor_parallel_size=1, make=VllmEngine, num_samples=64):
+    def __init__(self, paths, tensor_parallel_size=1, make=VllmBackend, num_samples=64):
         self.paths = paths
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
-        kind = "vllm" if make is VllmEngine else "hf"
+        kind = "vllm" if make is VllmBackend else "hf"
         # Fewer at a time than the tests ask for, and prompts in chunks.
         small = dict(max_num_seqs=16, max_num_batched_tokens=64) if kind == "vllm" else {}
         config = RolloutConfig(
@@ -57,7 +60,7 @@ class Kept:
         )
         sizes = dict(max_prompt_tokens=256, num_samples=num_samples, stop_ids=[EOS, ALSO_STOPS])
         self.policies = {name: load_policy(path, mesh) for name, path in paths.items()}
-        self.engines = {name: make(path, config, **sizes) for name, path in paths.items()}
+        self.engines = {name: Engine(make, path, config, **sizes) for name, path in paths.items()}
         for policy in self.policies.values():
             use_packed_attention(policy)
 
@@ -67,14 +70,15 @@ class Kept:
         configuration.
         """
         engine = self.engines[kind]
-        config, engine.config = engine.config, replace(engine.config, **settings)
+        config = engine.config
+        engine.config = engine.backend.config = replace(config, **settings)
         with engine.awake():
             if sync:
                 sync_weights(self.policies[kind], engine, **FP32)
             else:
                 engine.state = "ready"  # as on CPU, where nothing is lost in between
             yield engine
-        engine.config = config
+        engine.config = engine.backend.config = config
 
     def sample(
         self,
@@ -137,7 +141,7 @@ def shared_engine(paths):
 @pytest.fixture(scope="module")
 def hf_rank(paths):
     """One rank with the plain engine."""
-    with lab(1, lambda: Kept({"qwen2": paths["qwen2"]}, make=HfEngine)) as on_ranks:
+    with lab(1, lambda: Kept({"qwen2": paths["qwen2"]}, make=HfBackend)) as on_ranks:
         yield on_ranks
 
 
@@ -332,7 +336,7 @@ def test_the_states_have_one_way_through(each_engine):
         return messages
 
     [messages] = each_engine(job)
-    asleep = "generate() needs load_weights() first, inside `with engine.awake():` (the engine is asleep)"
+    asleep = "generate() needs load_weights() first, inside `engine.awake()` (the engine is asleep)"
     assert messages == [
         "load_weights() needs `with engine.awake():` around it (the engine is asleep)",
         asleep,
@@ -627,7 +631,10 @@ def test_an_eight_bit_engine_takes_every_update(paths, setting):
     sizes = dict(max_prompt_tokens=16, num_samples=8, stop_ids=[EOS])
 
     def job(kept):
-        policy, engine = kept.policies["llama"], VllmEngine(kept.paths["llama"], config, **sizes)
+        policy, engine = (
+            kept.policies["llama"],
+            Engine(VllmBackend, kept.paths["llama"], config, **sizes),
+        )
         found = []
         for update in range(2):
             kept.move("llama", update)
@@ -641,7 +648,7 @@ def test_an_eight_bit_engine_takes_every_update(paths, setting):
                 }
                 assert tensors.keys() == load_file(f"{directory}/model.safetensors").keys()
                 save_file(tensors, f"{directory}/model.safetensors", metadata={"format": "pt"})
-                new = VllmEngine(directory, config, **sizes)
+                new = Engine(VllmBackend, directory, config, **sizes)
             new.state = "ready"
             expected = new.generate(PROMPTS, 1, temperature=0.0)
             found.append((facts(rollouts) == facts(expected), kept.gap(rollouts, "llama", 1.0)))
@@ -655,16 +662,21 @@ def test_an_eight_bit_engine_takes_every_update(paths, setting):
 # bf16
 
 
-class Bf16Engine(VllmEngine):
+class Bf16Backend(VllmBackend):
     """What a GPU runs, on a CPU."""
 
-    def __init__(self, fp32_residual, *args, **options):
-        self.wanted = fp32_residual
-        super().__init__(*args, **options)
+    with_fp32_residual = True
+
+    def __init__(self, path, config, **options):
+        super().__init__(path, config, **options | {"dtype": torch.bfloat16})
 
     def _build(self, path, seed):
-        self.dtype, self.fp32_residual = torch.bfloat16, self.wanted
+        self.fp32_residual = self.with_fp32_residual
         super()._build(path, seed)
+
+
+class PlainBf16Backend(Bf16Backend):
+    with_fp32_residual = False
 
 
 @pytest.mark.slow
@@ -689,7 +701,8 @@ def test_in_bf16_a_residual_stream_in_fp32_brings_the_engine_nearer_to_the_exact
                 for p in policy.parameters():
                     p.to_local().copy_(p.to_local().bfloat16())
             sizes = dict(max_prompt_tokens=16, num_samples=64, stop_ids=[EOS])
-            engine = Bf16Engine(fp32_residual, path, config, **sizes)
+            make = Bf16Backend if fp32_residual else PlainBf16Backend
+            engine = Engine(make, path, config, **sizes)
             engine.state = (
                 "ready"  # with the file's weights: on CPU bf16 layers are packed and take no others
             )
@@ -730,7 +743,8 @@ def test_a_model_that_vllm_takes_from_transformers_leaves_the_trainers_alone(tmp
         )
         use_packed_attention(policy)
         sizes = dict(max_prompt_tokens=16, num_samples=4, stop_ids=[EOS])
-        engine = VllmEngine(str(tmp_path), RolloutConfig(max_response_tokens=8), **sizes)
+        config = RolloutConfig(max_response_tokens=8)
+        engine = Engine(VllmBackend, str(tmp_path), config, **sizes)
         with engine.awake():
             sync_weights(policy, engine, **FP32)
             rollouts = engine.generate(PROMPTS, 1, seed=0)
@@ -742,15 +756,15 @@ def test_a_model_that_vllm_takes_from_transformers_leaves_the_trainers_alone(tmp
 
 def test_on_a_gpu_the_engine_is_asked_for_it_unless_its_weights_have_8_bits(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        VllmEngine, "_build", lambda self, path, seed: setattr(self, "on_gpu", True)
-    )
-    sizes = dict(max_prompt_tokens=8, num_samples=4, stop_ids=[EOS])
+    for step in ("_build", "_warm_up", "_clean_up", "sleep"):
+        monkeypatch.setattr(VllmBackend, step, lambda *arguments: None)
+    monkeypatch.setattr(vllm_backend, "_globals_restored", contextlib.nullcontext)
+    sizes = dict(dtype=torch.bfloat16, max_model_len=8, num_samples=4, stop_ids=[EOS], seed=0)
     for setting, expected in (
         (dict(), True),
         (dict(kv_cache_dtype="fp8"), True),
         (dict(quantization="fp8"), False),
     ):
-        engine = VllmEngine("", RolloutConfig(**setting), **sizes)
-        assert engine.fp32_residual is expected
-        assert engine._arguments()["additional_config"] == {"fp32_residual": expected}
+        backend = VllmBackend("", RolloutConfig(**setting), **sizes)
+        assert backend.fp32_residual is expected
+        assert backend._arguments()["additional_config"] == {"fp32_residual": expected}
