@@ -41,6 +41,7 @@ import checkpoint
 import comms
 import data
 import exchange
+import hf_backend
 import hub
 import logprobs
 import losses
@@ -186,7 +187,7 @@ def main(asked: Args) -> None:
             rows, totals = packing.lay_out(
                 sequences, places, args.batch, exchange=exchange.exchange, like=EMPTY
             )
-            meter.add_layout((policy,), sequences, rows, args.batch)
+            meter.add_layout(rows, args.batch.tokens_per_row)
             journal.write_samples(step, groups, tokenizer.decode, scores)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
 
@@ -224,7 +225,7 @@ def main(asked: Args) -> None:
         if args.run.is_save_due(step, args.num_steps):
             with meter.timer("save"), parked.present(reference, optimizer):
                 checkpoint.save(checkpoints, step + 1, state, keep=args.run.keep)
-        journal.write(step, meter.reduce(step))
+        journal.write(step, meter.reduce())
 
     weights = reshard.iter_full_params(policy, dtype=engine.dtype)
     hub.export(weights, path, args.run.directory / "hf", engine.dtype)
@@ -245,7 +246,7 @@ def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt],
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)
     copies = 1 if args.loss.kl_coef else 0
-    size = hub.memory_plan(path, dist.get_world_size(), args.model.master_dtype, copies)
+    size = hub.memory_plan(path, args.model.master_dtype, copies)
     run.print_plan(args, datasets, eval_sets, model=f"{path}: {size}")
     return path, tokenizer, stream, [p for prompts in eval_sets for p in prompts], scorer
 
@@ -267,7 +268,7 @@ def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
     """The sampler, asleep: vLLM, or Transformers' generate."""
     is_vllm = args.rollout.backend == "vllm"
     return rollout.Engine(
-        vllm_backend.VllmBackend if is_vllm else rollout.HfBackend,
+        vllm_backend.VllmBackend if is_vllm else hf_backend.HfBackend,
         path,
         args.rollout,
         max_prompt_tokens=args.data.max_prompt_tokens,
@@ -360,6 +361,7 @@ def actor_gradients(
         limit = args.rollout.max_response_tokens
         loss, stats = losses.actor_loss(current, entropy, row, totals, args.loss, limit)
         loss.backward()
+        meter.add_pass(policy, row)
         meter.update(stats, row.num_response_tokens)
         kl += stats["actor/ppo_kl"] * row.num_response_tokens / totals["tokens"]
     return kl

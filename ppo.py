@@ -3,8 +3,8 @@
     bash launch.sh ppo.py                           # a small model learns to add, on a CPU
     bash launch.sh ppo.py --reward-model built-in   # the same, rewarded by a learned reward model
 
-The policy samples a response per prompt; a rule or a reward model scores it. A critic, a second
-model of the same kind, says what score to expect after each token.
+A rule or a reward model scores each response. A critic, a second model, says what score to expect
+after each token.
 
     reward       r_i = score at the last token - kl_coef (log pi_old - log ref)
                                                                      advantages.token_rewards
@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 import tyro
 from torch import Tensor, nn
 
@@ -36,6 +35,7 @@ import checkpoint
 import comms
 import data
 import exchange
+import hf_backend
 import hub
 import logprobs
 import losses
@@ -69,8 +69,7 @@ class Args:
     """Hugging Face directory or Hub name; built-in: a 1 M parameter model that half knows two-digit
     addition."""
     reward_model_path: Annotated[str, tyro.conf.arg(name="reward-model")] = ""
-    """Sequence classifier of one label, with --model's tokens, that scores; empty:
-    --reward.functions; or built-in."""
+    """Sequence classifier of one label that scores; empty: --reward.functions; or built-in."""
     data_paths: Annotated[tuple[str, ...], tyro.conf.arg(name="data")] = ("built-in",)
     """Training prompts: .jsonl or .parquet files, reasoning_gym:NAME:SIZE:SEED, or Hub names as
     NAME or NAME:SUBSET."""
@@ -190,7 +189,7 @@ def main(asked: Args) -> None:
             rows, totals = packing.lay_out(
                 sequences, places, args.batch, exchange=exchange.exchange, like=EMPTY
             )
-            meter.add_layout((policy, critic), sequences, rows, args.batch)
+            meter.add_layout(rows, args.batch.tokens_per_row)
             journal.write_samples(first, groups, tokenizer.decode)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
 
@@ -227,7 +226,7 @@ def main(asked: Args) -> None:
             if args.run.is_save_due(step, args.num_steps):
                 with meter.timer("save"), parked.present(critic, optimizer, critic_optimizer):
                     checkpoint.save(checkpoints, step + 1, state, keep=args.run.keep)
-            journal.write(step, meter.reduce(step))
+            journal.write(step, meter.reduce())
 
     weights = reshard.iter_full_params(policy, dtype=engine.dtype)
     hub.export(weights, paths[0], args.run.directory / "hf", engine.dtype)
@@ -235,9 +234,7 @@ def main(asked: Args) -> None:
 
 
 def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Prompt], Scorer]:
-    """(directories of policy, critic and reward model, tokenizer, stream, evaluation prompts,
-    scorer), before memory is taken; the critic starts from the reward model, or from the policy.
-    """
+    """([policy's, critic's, reward model's directory], tokenizer, stream, eval prompts, scorer)."""
     from transformers import AutoTokenizer, logging
 
     logging.disable_progress_bar()
@@ -249,20 +246,16 @@ def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Pr
         args.reward_model_path, longest, "--reward-model", path, has_head=True
     )
     critic_path = hub.find_critic(args.critic.path, longest, "--critic.path", path, has_head=False)
-    critic_path = critic_path or reward_path or path
+    critic_path = critic_path or reward_path or path  # what it starts from
     datasets, eval_sets = data.load_all(args.data_paths, args.eval_paths, tokenizer, args.data)
-    scored = eval_sets if reward_path else [*datasets, *eval_sets]
-    data.require_columns(scored, scorer.wanted)
+    data.require_columns(eval_sets if reward_path else [*datasets, *eval_sets], scorer.wanted)
     has_evals = eval_sets or not args.eval_every
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)
-    ranks = dist.get_world_size()
-    dtype = args.model.master_dtype
     copies = 1 if args.loss.kl_coef or args.gae.kl_coef else 0
-    size = hub.memory_plan(path, ranks, dtype, copies)
-    critic_size = hub.memory_plan(critic_path, ranks, dtype, 1 if reward_path else 0)
-    policy = f"{path}: {size}"
-    run.print_plan(args, datasets, eval_sets, policy=policy, critic=critic_size)
+    size = hub.memory_plan(path, args.model.master_dtype, copies)
+    critic_size = hub.memory_plan(critic_path, args.model.master_dtype, 1 if reward_path else 0)
+    run.print_plan(args, datasets, eval_sets, policy=f"{path}: {size}", critic=critic_size)
     eval_prompts = [prompt for prompts in eval_sets for prompt in prompts]
     return [path, critic_path, reward_path], tokenizer, stream, eval_prompts, scorer
 
@@ -290,7 +283,7 @@ def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
     """The sampler, asleep: vLLM, or Transformers' generate."""
     is_vllm = args.rollout.backend == "vllm"
     return rollout.Engine(
-        vllm_backend.VllmBackend if is_vllm else rollout.HfBackend,
+        vllm_backend.VllmBackend if is_vllm else hf_backend.HfBackend,
         path,
         args.rollout,
         max_prompt_tokens=args.data.max_prompt_tokens,
@@ -375,6 +368,7 @@ def critic_gradients(
         values = logprobs.token_values(critic, row)
         loss, stats = losses.critic_loss(values, row, totals, args.critic)
         loss.backward()
+        meter.add_pass(critic, row)
         meter.update(stats, row.num_response_tokens)
 
 
@@ -393,6 +387,7 @@ def actor_gradients(
         limit = args.rollout.max_response_tokens
         loss, stats = losses.actor_loss(current, entropy, row, totals, args.loss, limit)
         loss.backward()
+        meter.add_pass(policy, row)
         meter.update(stats, row.num_response_tokens)
         kl += stats["actor/ppo_kl"] * row.num_response_tokens / totals["tokens"]
     return kl

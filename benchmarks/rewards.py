@@ -1,14 +1,14 @@
 """Scoring: seconds of a step's worth of samples by rules and user functions, samples/s of a reward model.
 
-    python benchmarks/rewards.py --out benchmarks/results/rewards.json
-    python benchmarks/rewards.py --shape 135m --dtype bfloat16 --num-texts 1024 --length 512        # on a GPU
+python benchmarks/rewards.py --out benchmarks/results/rewards.json
+python benchmarks/rewards.py --shape 135m --dtype bfloat16 --num-texts 1024 --length 512        # on a GPU
 
-    start      Scorer until all workers have loaded the functions
-    nap        256 samples that sleep 50 ms each: all at once, and while a sampler takes 2 s over them ("left after")
-    trivial    a function that returns at once: what a call through the pipe costs
-    math       the built-in rule on right and wrong numbers, fractions and roots
-    model      a reward model with random weights on texts of random lengths up to --length: packed by model_scores,
-               each text alone, and in batches padded to their longest; --tokens tokens in a row or a batch
+start      Scorer until all workers have loaded the functions
+nap        256 samples that sleep 50 ms each: all at once, and while a sampler takes 2 s over them ("left after")
+trivial    a function that returns at once: what a call through the pipe costs
+math       the built-in rule on right and wrong numbers, fractions and roots
+model      a reward model with random weights on texts of random lengths up to --length: packed by model_scores,
+           each text alone, and in batches padded to their longest; --tokens tokens in a row or a batch
 """
 
 import argparse
@@ -22,7 +22,9 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the root's rewards.py, not this file
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # the root's rewards.py, not this file
 from logprobs import model_scores  # noqa: E402
 from rewards import RewardConfig, Scorer  # noqa: E402
 
@@ -51,7 +53,9 @@ FIELDS = (
 )
 
 
-def time_function(spec: str, samples: list[dict], num_workers: int, sampling_s: float = 0.0) -> tuple[float, float]:
+def time_function(
+    spec: str, samples: list[dict], num_workers: int, sampling_s: float = 0.0
+) -> tuple[float, float]:
     """Seconds to start the workers, and from the last submit (the first, if sampling_s is 0) to the rewards."""
     start = time.perf_counter()
     with contextlib.closing(Scorer(RewardConfig((spec,), num_workers=num_workers))) as scorer:
@@ -83,7 +87,9 @@ def measure_functions(num_samples: int) -> list[dict]:
             start_s, seconds = time_function(spec, samples, num_workers, sampling_s)
             what = spec.rpartition(":")[2] + (" left after 2 s of sampling" if sampling_s else "")
             rate = num_samples / seconds
-            records.append(dict(what=what, workers=num_workers, start_s=start_s, s=seconds, samples_per_s=rate))
+            records.append(
+                dict(what=what, workers=num_workers, start_s=start_s, s=seconds, samples_per_s=rate)
+            )
     return records
 
 
@@ -96,7 +102,11 @@ def measure_model(shape: str, dtype: str, num_texts: int, length: int, tokens: i
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = dict(zip(FIELDS, SHAPES[shape]), num_labels=1, pad_token_id=0)
-    model = Qwen2ForSequenceClassification(Qwen2Config(**options)).eval().to(device, getattr(torch, dtype))
+    model = (
+        Qwen2ForSequenceClassification(Qwen2Config(**options))
+        .eval()
+        .to(device, getattr(torch, dtype))
+    )
     lengths = torch.randint(length // 8, length + 1, (num_texts,)).tolist()
     texts = [torch.randint(1, options["vocab_size"], (n,)) for n in lengths]
 
@@ -126,13 +136,19 @@ def measure_model(shape: str, dtype: str, num_texts: int, length: int, tokens: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--num-samples", type=int, default=256)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny", help="shape of the reward model, random weights")
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="tiny", help="shape of the reward model, random weights"
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--num-texts", type=int, default=64)
     parser.add_argument("--length", type=int, default=256, help="tokens of the longest text")
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens of a row or a padded batch")
+    parser.add_argument(
+        "--tokens", type=int, default=16384, help="tokens of a row or a padded batch"
+    )
     parser.add_argument("--out", type=Path, help="JSON file; default none")
     args = parser.parse_args()
     records = measure_functions(args.num_samples)
@@ -143,13 +159,19 @@ def main() -> None:
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     setting = {name: value for name, value in vars(args).items() if name != "out"}
-    setting |= {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "gpu": gpu}
+    setting |= {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "gpu": gpu,
+    }
     setting |= {"torch": torch.__version__, "commit": git.stdout.strip()}
     print(json.dumps(setting))
     print(f"{'what':<34} {'workers':>7} {'start s':>8} {'s':>8} {'samples/s':>10} {'tokens/s':>10}")
     for r in records:
         start = f"{r['start_s']:.2f}" if "start_s" in r else ""
-        rate = f"{r['samples_per_s']:>10.0f} " + (f"{r['tokens_per_s']:>10.0f}" if "tokens_per_s" in r else "")
+        rate = f"{r['samples_per_s']:>10.0f} " + (
+            f"{r['tokens_per_s']:>10.0f}" if "tokens_per_s" in r else ""
+        )
         print(f"{r['what']:<34} {r.get('workers', ''):>7} {start:>8} {r['s']:>8.3f} {rate}")
     if args.out:
         args.out.write_text(json.dumps({"setting": setting, "records": records}, indent=1) + "\n")

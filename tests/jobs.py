@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import grpo
+from hf_backend import HfBackend
 from rewards import Scorer
-from rollout import HfEngine, Rollout
 from run import from_json
 
 TEMPERATURE = 0.7
@@ -96,14 +96,17 @@ def largest_difference(found, expected):
     return max((found[name] - x).abs().max().item() for name, x in expected.items()) / scale
 
 
-class Scripted(HfEngine):
+class Scripted(HfBackend):
     """Its responses follow from the prompt alone: the same ones on any number of ranks."""
 
-    def _run(self, prompts, num_samples, temperature, seed, finish):
+    def run(self, prompts, order, num_samples, temperature, seed, finish):
         for index in range(len(prompts) * num_samples):
             prompt = prompts[index // num_samples]
             draw = random.Random(repr((prompt, index % num_samples)))
             num = draw.choice([1, 2, self.config.max_response_tokens])
             ids = torch.tensor([draw.randrange(2, 14) for _ in range(num)])
             logprobs = torch.tensor([draw.uniform(-3.5, -1.5) for _ in range(num)])
-            finish(index, Rollout(torch.tensor(prompt), ids, logprobs, num > 2))
+            finish(index, ids, logprobs, num > 2)
+
+
+SCRIPTED = {"hf_backend.HfBackend": Scripted}

@@ -2,7 +2,6 @@
 refusals.
 """
 
-import functools
 import json
 import math
 import sys
@@ -25,7 +24,7 @@ from losses import actor_loss
 from model import optimizer_step
 from packing import pack, sequence
 from reshard import verify_sync
-from run import command_line, from_json
+from run import command_line
 
 SMALL = dict(batch=dict(prompts_per_step=8, group_size=1, num_minibatches=2, tokens_per_row=512))
 
@@ -367,7 +366,7 @@ def test_the_critic_learns_to_expect_the_return_of_a_fixed_policy(tiny, files, t
             "--rollout-every 3 --eval-every 4",
             ["--eval-every 4", "multiple of --rollout-every 3", "try 3"],
         ),
-        ("--rollout-every 3 --eval-every -3", ["--eval-every -3", "multiple of --rollout-every 3"]),
+        ("--rollout-every 3 --eval-every -3", ["--eval-every -3", "at least 0"]),
         (
             "--rollout-every 3 --eval-every 0 --save-every 4",
             ["--save-every 4", "multiple of --rollout-every 3", "try 3"],
@@ -378,11 +377,9 @@ def test_the_critic_learns_to_expect_the_return_of_a_fixed_policy(tiny, files, t
         ),
         ("--critic.learning-rate 0", ["--critic.learning-rate 0.0", "above 0", "1e-5"]),
         ("--gae.gamma 1.5", ["--gae.gamma 1.5", "[0, 1]"]),
-        ("--gae.kl-target 0.1", ["--gae.kl-target 0.1", "coefficient"]),
+        ("--gae.kl-target 0.1", ["--gae.kl-target", "--gae.kl-coef 0.0", "above 0"]),
         ("--group-size 0", ["--group-size 0", "at least 1"]),
         ("--tokens-per-row 15", ["--tokens-per-row 15", "at least 16"]),
-        ("--data x.jsonl", ["--data x.jsonl", "with a --model of your own"]),
-        ("--eval-data x.jsonl", ["--eval-data x.jsonl", "with --data of your own"]),
     ],
 )
 def test_a_bad_setting_is_refused_in_a_line(monkeypatch, capfd, flags, parts):
@@ -405,87 +402,3 @@ def test_a_reward_model_with_other_tokens_or_none_is_refused(tiny, files, tmp_pa
     for reward_model, message in cases:
         with pytest.raises(SystemExit, match=f"error: --reward-model {reward_model}: {message}"):
             train(job(tiny, files, tmp_path, reward_model_path=reward_model))
-
-
-def test_the_built_in_run_has_hard_prompts_unless_the_built_in_reward_model_scores(
-    tmp_path, monkeypatch, tiny
-):
-    reward_model = random_reward_model(tmp_path / "reward")
-    monkeypatch.setattr(addition, "cached_model", lambda seed, reward_model=False: tiny)
-
-    def sources(**changes):
-        base = (
-            addition.PPO_SETTINGS
-            | dict(run=dict(output_dir=str(tmp_path / str(len(changes)))))
-            | changes
-        )
-        stream = ppo.prepare(from_json(ppo.Args(), base))[4]
-        return {prompt.source for dataset in stream.datasets for prompt in dataset}
-
-    found = run_ranks(1, lambda: [sources(), sources(reward_model_path=reward_model)])
-    assert found == [[{"addition", "hard_addition"}, {"addition"}]]
-
-
-@pytest.mark.parametrize("way", range(5))
-def test_the_built_in_reward_model_learns_from_answers_that_are_wrong(tiny, way):
-    from transformers import AutoModelForCausalLM
-
-    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    right = addition.right_answers(addition.make_tokenizer(), held_out=True)
-    torch.manual_seed(0)
-    for _ in range(4):
-        wrong = addition.wrong_answers(policy, right, way)
-        assert torch.equal(wrong[:, :6], right[:, :6])  # the same problem
-        shared = min(right.shape[1], wrong.shape[1])
-        assert wrong.shape[1] != 10 or (wrong != right).any(1).all()
-        assert wrong.shape[1] == 10 or (wrong[:, :shared] != right[:, :shared]).any(1).all()
-
-
-@pytest.mark.slow
-def test_the_built_in_models_are_the_same_bytes_for_the_same_seed_and_the_judge_learns(
-    tmp_path, monkeypatch
-):
-    """Few steps of the judge, from a model that adds half-well: more than a coin's share of the
-    pairs.
-    """
-    shorter = functools.partial(addition.warm_start, target=(0.7, 1.0))
-    for number in ("1", "2"):
-        addition.make_model(tmp_path / number, seed=3)
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                addition, "warm_start", lambda model, tokenizer, **_: shorter(model, tokenizer)
-            )
-            patch.setattr(addition, "PREFERENCE_STEPS", 100)
-            patch.setattr(addition, "TARGET_PAIRS", 0.6)
-            addition.make_reward_model(tmp_path / f"judge{number}", 3, str(tmp_path / number))
-    for kind in ("", "judge"):
-        first, second = (
-            (tmp_path / f"{kind}{number}" / "model.safetensors").read_bytes() for number in "12"
-        )
-        assert first == second
-    monkeypatch.setattr(addition, "PREFERENCE_STEPS", 100)
-    monkeypatch.setattr(addition, "TARGET_PAIRS", 1.01)
-    monkeypatch.setattr(addition, "warm_start", lambda *_, **__: None)
-    with pytest.raises(RuntimeError, match="of the pairs apart; try another --seed"):
-        addition.make_reward_model(tmp_path / "none", 3, str(tmp_path / "1"))
-    assert not (tmp_path / "none").exists()
-
-
-def test_the_built_in_prompts_ask_for_the_sum_of_their_answer():
-    """Those of three digits are left out for the built-in reward model."""
-    sets = addition.training_sets(hard=True)
-    assert {name: len(rows) for name, rows in sets.items()} == {
-        "addition": 9744,
-        "hard_addition": 320,
-    }
-    for row in sum(sets.values(), addition.problems(held_out=True)):
-        a, b = row["prompt"].removesuffix("=").split("+")
-        assert (
-            int(a) + int(b) == int(row["answer"])
-            and len(row["answer"]) == len(a) + 1 == len(b) + 1 < 6
-        )
-    assert list(addition.training_sets(hard=False)) == ["addition"]
-
-
-def test_the_built_in_settings_are_accepted():
-    assert from_json(ppo.Args(), addition.PPO_SETTINGS).batch.num_samples == 512

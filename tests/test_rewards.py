@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +18,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from rewards import RewardConfig, Scorer, evaluate, extract_answer, math_reward, score
+from answers import extract_answer, math_reward
+from rewards import RewardConfig, Scorer, evaluate, score
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HALF = r"\boxed{\frac{1}{2}}"
@@ -215,8 +215,23 @@ def test_another_answer_or_one_in_passing_earns_nothing(response, answer):
 
 
 def test_long_and_short_names_of_a_unit_are_the_same_and_those_of_different_units_are_not():
-    names = ("feet foot ft", "inches inch in", "meters meter m", "centimeters cm", "millimeters mm", "kilometers km")
-    names += ("grams g", "kilograms kg", "liters l", "seconds sec s", "minutes min", "hours hrs hr h", "pounds lb lbs")
+    names = (
+        "feet foot ft",
+        "inches inch in",
+        "meters meter m",
+        "centimeters cm",
+        "millimeters mm",
+        "kilometers km",
+    )
+    names += (
+        "grams g",
+        "kilograms kg",
+        "liters l",
+        "seconds sec s",
+        "minutes min",
+        "hours hrs hr h",
+        "pounds lb lbs",
+    )
     names += ("ounces oz",)
     for i, mine in enumerate(names):
         for j, theirs in enumerate(names):
@@ -225,11 +240,14 @@ def test_long_and_short_names_of_a_unit_are_the_same_and_those_of_different_unit
 
 
 def test_an_answer_ends_at_the_brace_that_closes_its_box():
-    assert extract_answer(r"So \boxed{\frac{1}{\sqrt{2}}}, as {was} to be shown.") == r"\frac{1}{\sqrt{2}}"
+    assert (
+        extract_answer(r"So \boxed{\frac{1}{\sqrt{2}}}, as {was} to be shown.")
+        == r"\frac{1}{\sqrt{2}}"
+    )
     assert extract_answer(r"\boxed{\{1, 2\}} \}") == r"\{1, 2\}"
 
 
-FUNCTIONS = '''
+FUNCTIONS = """
 import asyncio, ctypes, math, os, signal, subprocess, sys, time
 
 def length(response):
@@ -322,12 +340,12 @@ def fail_on_x(response):
     if "x" in response:
         raise KeyError("the reason")
     return 1.0
-'''
+"""
 
 
 @pytest.fixture
 def functions(tmp_path):
-    """"path.py:" of a file with the functions above."""
+    """ "path.py:" of a file with the functions above."""
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     return f"{tmp_path}/functions.py:"
 
@@ -351,7 +369,10 @@ def children(pid="self"):
 
 
 def is_running(pid):
-    return pathlib.Path(f"/proc/{pid}").exists() and "Z" != pathlib.Path(f"/proc/{pid}/stat").read_text().split()[-50]
+    return (
+        pathlib.Path(f"/proc/{pid}").exists()
+        and "Z" != pathlib.Path(f"/proc/{pid}/stat").read_text().split()[-50]
+    )
 
 
 @pytest.mark.parametrize(
@@ -367,14 +388,22 @@ def is_running(pid):
     ],
 )
 def test_a_function_gets_the_columns_that_its_parameters_name(functions, name, columns, rewards):
-    got, stats = score(functions + name, samples_of("b", "aaa", **columns), time_limit_s=5, num_workers=2)
+    got, stats = score(
+        functions + name, samples_of("b", "aaa", **columns), time_limit_s=5, num_workers=2
+    )
     assert got == rewards
-    assert stats == {"error_frac": 0, "timeout_frac": 0, f"functions.py:{name}_mean": sum(rewards) / 2}
+    assert stats == {
+        "error_frac": 0,
+        "timeout_frac": 0,
+        f"functions.py:{name}_mean": sum(rewards) / 2,
+    }
 
 
 def test_rewards_of_several_functions_are_a_weighted_sum(functions):
     names = (functions + "length", "exact", functions + "rank_in_batch")
-    rewards, stats = score_all(RewardConfig(names, weights=(1.0, 100.0, -10.0)), samples_of("b", "a", "cc"))
+    rewards, stats = score_all(
+        RewardConfig(names, weights=(1.0, 100.0, -10.0)), samples_of("b", "a", "cc")
+    )
     assert rewards == [1 + 0 - 10, 1 + 100 - 0, 2 + 0 - 20]
     assert stats["functions.py:length_mean"] == 4 / 3 and stats["exact_mean"] == 1 / 3
 
@@ -383,7 +412,7 @@ def test_callables_are_functions_too_even_closures_and_what_they_print_goes_to_s
     offset = 5
 
     def longer(response):
-        os.write(1, b"a print")    # pytest has its own sys.stdout
+        os.write(1, b"a print")  # pytest has its own sys.stdout
         return len(response) + offset
 
     rewards, stats = score([longer, "exact"], samples_of("a", "bb"), time_limit_s=5, num_workers=2)
@@ -403,11 +432,13 @@ def test_a_scorer_that_is_dropped_leaves_no_process(functions):
         while any(map(is_running, children() - before)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(map(is_running, children() - before))
-        before = children()    # zombies that nobody asks about
+        before = children()  # zombies that nobody asks about
 
 
 def test_rewards_come_in_the_order_of_the_indices_batch_after_batch(functions):
-    with contextlib.closing(Scorer(RewardConfig((functions + "length", functions + "rank_in_batch")))) as scorer:
+    with contextlib.closing(
+        Scorer(RewardConfig((functions + "length", functions + "rank_in_batch")))
+    ) as scorer:
         for size in (4, 0, 9):
             for index in reversed(range(size)):
                 scorer.submit(index, samples_of("x" * index)[0])
@@ -417,24 +448,26 @@ def test_rewards_come_in_the_order_of_the_indices_batch_after_batch(functions):
             assert set(stats) == means | {"error_frac", "timeout_frac"}
 
 
-def test_the_exact_rule_needs_no_worker():
-    before = children()
-    scorer = Scorer(RewardConfig(("exact",)))
-    assert children() == before
-    for index, (response, answer) in enumerate([(" 068\n", "068"), ("68", "068"), ("7", 7), ("0 68", "068")]):
-        scorer.submit(index, {"prompt": "23+45=", "response": response, "answer": answer, "truncated": False})
-    assert scorer.collect(4)[0] == [1, 0, 1, 0]
-    scorer.close()
+def test_the_exact_rule_compares_the_stripped_response():
+    pairs = [(" 068\n", "068"), ("68", "068"), ("7", 7), ("0 68", "068")]
+    samples = [samples_of(response, answer=answer)[0] for response, answer in pairs]
+    assert score("exact", samples, num_workers=1)[0] == [1, 0, 1, 0]
 
 
 def test_workers_import_neither_torch_nor_the_training_script(functions):
-    assert score(functions + "imports_torch", samples_of("a"), time_limit_s=5, num_workers=1)[0] == [0]
+    assert score(functions + "imports_torch", samples_of("a"), time_limit_s=5, num_workers=1)[
+        0
+    ] == [0]
 
 
 def test_functions_may_import_the_files_beside_theirs(tmp_path):
     (tmp_path / "words.py").write_text("GOOD = {'yes'}")
-    (tmp_path / "mine.py").write_text("from words import GOOD\ndef good(response): return response in GOOD")
-    assert score(f"{tmp_path}/mine.py:good", samples_of("yes", "no"), time_limit_s=5, num_workers=1)[0] == [1, 0]
+    (tmp_path / "mine.py").write_text(
+        "from words import GOOD\ndef good(response): return response in GOOD"
+    )
+    assert score(
+        f"{tmp_path}/mine.py:good", samples_of("yes", "no"), time_limit_s=5, num_workers=1
+    )[0] == [1, 0]
 
 
 def test_two_files_of_one_name_are_refused(tmp_path):
@@ -443,22 +476,24 @@ def test_two_files_of_one_name_are_refused(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mine.py").write_text(f"def {name}(response): return 1")
         specs.append(f"{tmp_path}/{folder}/mine.py:{name}")
-    with pytest.raises(ValueError, match="two/mine.py has no function 'g', or its name is taken by .*one/mine.py"):
+    with pytest.raises(ValueError, match="the name of .*two/mine.py is taken by .*one/mine.py"):
         Scorer(RewardConfig(tuple(specs), num_workers=1))
 
 
 @pytest.mark.parametrize(
     ("spec", "text", "message"),
     [
-        ("maths", None, "no file and function by .maths.: exact, math"),
+        ("maths", None, "no file and function .maths.: math, exact"),
         ("{}/none.py:f", None, "no file"),
         ("{}/mine.py:g", "def f(response): return 1", "has no function 'g'"),
         ("{}/mine.py:f", "def f(response) return 1", "SyntaxError"),
         ("{}/mine.py:f", "import a_package_we_lack", "pip install a_package_we_lack"),
-        ("{}/mine.py:f", "import os; os._exit(3)", "the worker died"),
+        ("{}/mine.py:f", "import os; os._exit(3)", "ended, exit code 3"),
     ],
 )
-def test_a_function_that_cannot_be_loaded_is_refused_at_the_start_in_one_line(tmp_path, spec, text, message):
+def test_a_function_that_cannot_be_loaded_is_refused_at_the_start_in_one_line(
+    tmp_path, spec, text, message
+):
     if text:
         (tmp_path / "mine.py").write_text(text)
     before = children()
@@ -475,15 +510,22 @@ def test_a_function_names_the_columns_that_it_cannot_do_without(tmp_path):
     )
     specs = [f"{tmp_path}/mine.py:one", f"{tmp_path}/mine.py:many", "exact", "http://localhost:1/x"]
     with contextlib.closing(Scorer(RewardConfig(tuple(specs), num_workers=1))) as scorer:
-        needed = {specs[0]: ["response", "level", "answer"], specs[1]: ["response"], "exact": ["answer"], specs[3]: []}
+        needed = {
+            specs[0]: ["response", "level", "answer"],
+            specs[1]: ["response"],
+            "exact": ["response", "answer"],
+            specs[3]: [],
+        }
         assert scorer.wanted == needed
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
     for name in ("math_verify", "reasoning_gym"):
-        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module named {name}', name='{name}')")
+        (tmp_path / f"{name}.py").write_text(
+            f"raise ModuleNotFoundError('No module named {name}', name='{name}')"
+        )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(ValueError, match="pip install math_verify"):
+    with pytest.raises(ValueError, match="pip install math_verify$"):
         Scorer(RewardConfig(("math",), num_workers=1))
     with pytest.raises(ValueError, match="pip install reasoning_gym"):
         Scorer(RewardConfig(("reasoning_gym",), num_workers=1))
@@ -495,9 +537,12 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, 
         ({"functions": ()}, "--reward.functions"),
         ({"functions": ("math", "math")}, "--reward.functions math math"),
         ({"functions": ("math",), "weights": (1.0, 2.0)}, "--reward.weights 1.0 2.0"),
-        ({"functions": ("http://a/score", "http://b/score/")}, "http://a/score http://b/score/"),    # one metric
+        (
+            {"functions": ("http://a/score", "http://b/score/")},
+            "http://a/score http://b/score/",
+        ),  # one metric
         ({"error_reward": float("nan")}, "--reward.error-reward nan"),
-        ({"weights": (float("inf"),)}, "weights .inf,"),
+        ({"weights": (float("inf"),)}, "--reward.weights inf"),
         ({"num_workers": 0}, "--reward.num-workers 0"),
         ({"time_limit_s": 0.0}, "--reward.time-limit-s 0.0"),
         ({"memory_limit_mb": -1}, "--reward.memory-limit-mb -1"),
@@ -511,7 +556,9 @@ def test_a_bad_configuration_is_refused_with_the_flag_and_its_value(options, fla
 
 def test_math_runs_in_workers_and_a_hostile_expression_costs_its_time_limit_only():
     power = "9^{" * 12 + "9" + "}" * 12
-    samples = samples_of(r"\boxed{\frac12}", rf"\boxed{{\sqrt{{{power}}}}}", r"\boxed{3}", answer=r"\frac{2}{4}")
+    samples = samples_of(
+        r"\boxed{\frac12}", rf"\boxed{{\sqrt{{{power}}}}}", r"\boxed{3}", answer=r"\frac{2}{4}"
+    )
     start = time.monotonic()
     rewards, stats = score("math", samples, time_limit_s=1, num_workers=2)
     assert rewards == [1, 0, 0]
@@ -523,7 +570,10 @@ def test_reasoning_gym_verifies_entries_with_the_scorer_of_their_data_set():
     reasoning_gym = pytest.importorskip("reasoning_gym")
     entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=0)[0]
     right = entry["answer"]
-    tagged = [f"Let me see. <answer>\n{right} </answer>", f"<answer>0</answer> no: <answer>{right}</answer>"]
+    tagged = [
+        f"Let me see. <answer>\n{right} </answer>",
+        f"<answer>0</answer> no: <answer>{right}</answer>",
+    ]
     responses = (right, *tagged, "7")
     samples = samples_of(*responses, entry=entry, answer=right)
     rewards, stats = score("reasoning_gym", samples, time_limit_s=5, num_workers=1)
@@ -540,11 +590,17 @@ class RemoteScorer(http.server.BaseHTTPRequestHandler):
         sample = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.requests.append(sample)
         tries = sum(request["response"] == sample["response"] for request in self.requests)
-        self.send_response(503 if (tries < 3 and self.path != "/cut/") or self.path == "/away" else 200)
+        self.send_response(
+            503 if (tries < 3 and self.path != "/cut/") or self.path == "/away" else 200
+        )
         if tries < 3 and self.path == "/cut/":
             self.send_header("Content-Length", "1000")
         self.end_headers()
-        reply = "no JSON" if self.path == "/text" else json.dumps({"reward": len(sample["response"]) + sample["bonus"]})
+        reply = (
+            "no JSON"
+            if self.path == "/text"
+            else json.dumps({"reward": len(sample["response"]) + sample["bonus"]})
+        )
         self.wfile.write(reply.encode())
 
     def log_message(self, *_):
@@ -566,15 +622,27 @@ def remote(monkeypatch):
 
 @pytest.mark.parametrize("path", ["reward", "cut"])
 def test_a_remote_scorer_is_asked_again_when_it_fails(remote, path):
-    rewards, stats = score(f"{remote}/{path}/", samples_of("a", "bb", bonus=10), time_limit_s=2, num_workers=2)
-    assert rewards == [11, 12] and stats == {"error_frac": 0, "timeout_frac": 0, f"{path}_mean": 11.5}
+    rewards, stats = score(
+        f"{remote}/{path}/", samples_of("a", "bb", bonus=10), time_limit_s=2, num_workers=2
+    )
+    assert rewards == [11, 12] and stats == {
+        "error_frac": 0,
+        "timeout_frac": 0,
+        f"{path}_mean": 11.5,
+    }
     assert len(RemoteScorer.requests) == 6
     assert RemoteScorer.requests[0].keys() == {"prompt", "response", "answer", "truncated", "bonus"}
 
 
 def test_a_remote_scorer_that_stays_away_or_answers_nonsense_is_an_error(remote, capfd):
-    for url, reason in ((f"{remote}/away", "503"), ("http://127.0.0.1:9/", "refused"), (f"{remote}/text", "JSON")):
-        rewards, stats = score(url, samples_of("a" * len(reason), bonus=1), time_limit_s=2, num_workers=1)
+    for url, reason in (
+        (f"{remote}/away", "503"),
+        ("http://127.0.0.1:9/", "refused"),
+        (f"{remote}/text", "JSON"),
+    ):
+        rewards, stats = score(
+            url, samples_of("a" * len(reason), bonus=1), time_limit_s=2, num_workers=1
+        )
         assert rewards == [0] and stats["error_frac"] == 1 and stats["timeout_frac"] == 0
         assert reason in capfd.readouterr().err
 
@@ -589,7 +657,19 @@ def too_few(responses):
 
 
 INF = float("inf")
-BAD_VALUES = [None, "1.0", [1.0], {}, float("nan"), INF, -INF, 1j, 10**400, torch.ones(2), torch.tensor(INF)]
+BAD_VALUES = [
+    None,
+    "1.0",
+    [1.0],
+    {},
+    float("nan"),
+    INF,
+    -INF,
+    1j,
+    10**400,
+    torch.ones(2),
+    torch.tensor(INF),
+]
 
 
 @pytest.mark.parametrize("bad", BAD_VALUES, ids=lambda bad: repr(bad)[:20])
@@ -597,11 +677,16 @@ def test_a_value_that_is_no_finite_number_is_an_error_of_its_sample_alone(bad, c
     outcomes = evaluate(one_of_eight(bad), samples_of("x"))
     assert outcomes[0][0] is None and "must be one finite number" in outcomes[0][1]
     assert evaluate(one_of_eight(bad), samples_of("y")) == [(1.0, "")]
-    in_batch = evaluate(lambda responses: [one_of_eight(bad)(response) for response in responses], samples_of("y", "x"))
+    in_batch = evaluate(
+        lambda responses: [one_of_eight(bad)(response) for response in responses],
+        samples_of("y", "x"),
+    )
     assert in_batch == [(1.0, ""), outcomes[0]]
 
 
-@pytest.mark.parametrize("good", [1, True, 1.0, torch.tensor(1.0), torch.ones(1, 1), torch.ones(3).numpy()[0]])
+@pytest.mark.parametrize(
+    "good", [1, True, 1.0, torch.tensor(1.0), torch.ones(1, 1), torch.ones(3).numpy()[0]]
+)
 def test_numbers_of_python_numpy_and_torch_are_rewards(good):
     assert evaluate(lambda response: good, samples_of("y")) == [(1.0, "")]
     assert evaluate(lambda responses: [good] * 2, samples_of("y", "z")) == [(1.0, "")] * 2
@@ -636,7 +721,9 @@ def test_a_column_that_only_some_samples_of_a_batch_have_is_none_for_the_others(
     for batch in (samples, samples[1:], samples[:2]):
         expected = [float(sample.get("level") or -1) for sample in batch]
         named = evaluate(lambda responses, level=None: [x or -1 for x in level], batch)
-        everything = evaluate(lambda responses, **columns: [x or -1 for x in columns["level"]], batch)
+        everything = evaluate(
+            lambda responses, **columns: [x or -1 for x in columns["level"]], batch
+        )
         assert named == everything == [(x, "") for x in expected]
 
 
@@ -657,7 +744,10 @@ def test_errors_are_counted_shown_once_and_stand_as_the_error_reward(functions, 
 def test_the_run_stops_when_more_than_the_given_share_fails(functions):
     config = RewardConfig(("exact", functions + "fail_on_x"), max_error_frac=0.25, num_workers=2)
     assert score_all(config, samples_of("x", "b", "c", "d"))[1]["error_frac"] == 1 / 8
-    with pytest.raises(RuntimeError, match=r"fail_on_x failed on 2 of 3 samples; sample 1: Traceback(.|\n)*the reason"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"fail_on_x failed on 2 of 3 samples; sample 1: Traceback(.|\n)*the reason",
+    ):
         score_all(config, samples_of("a", "x", "x", "d"))
 
 
@@ -675,7 +765,9 @@ scorer.collect(80)
     start = time.monotonic()
     job = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "hang_on_x failed on 9 of 9 samples; sample 0: no result within 0.5 s" in job.stderr
-    assert job.returncode == 1 and time.monotonic() - start < 12    # 20 s of time limits on two workers
+    assert (
+        job.returncode == 1 and time.monotonic() - start < 12
+    )  # 20 s of time limits on two workers
 
 
 @pytest.mark.parametrize("name", ["hang_on_x", "hang_in_c"])
@@ -691,14 +783,20 @@ def test_hanging_samples_cost_their_time_limit_and_the_others_are_scored(functio
 
 
 def test_a_batch_may_take_as_long_as_its_samples_would_one_by_one_on_all_workers(functions, capfd):
-    _, stats = score(functions + "hang_in_batch", samples_of(*"abcde"), time_limit_s=0.5, num_workers=2)
+    _, stats = score(
+        functions + "hang_in_batch", samples_of(*"abcde"), time_limit_s=0.5, num_workers=2
+    )
     assert stats["timeout_frac"] == 1
     assert "no result within 1.5 s" in capfd.readouterr().err
 
 
-def test_a_worker_that_is_killed_takes_the_processes_it_started_along(functions, tmp_path, monkeypatch):
+def test_a_worker_that_is_killed_takes_the_processes_it_started_along(
+    functions, tmp_path, monkeypatch
+):
     monkeypatch.setenv("CHILDREN", str(tmp_path / "pids"))
-    _, stats = score(functions + "hang_with_children", samples_of("a", "b"), time_limit_s=0.5, num_workers=2)
+    _, stats = score(
+        functions + "hang_with_children", samples_of("a", "b"), time_limit_s=0.5, num_workers=2
+    )
     pids = (tmp_path / "pids").read_text().split()
     assert stats["timeout_frac"] == 1 and len(pids) == 2
     time.sleep(0.1)
@@ -713,17 +811,22 @@ def test_a_sample_that_eats_memory_is_an_error_and_the_machine_survives(function
     assert score_all(replace(config, memory_limit_mb=0), samples_of("x", "b"))[0] == [1, 2**-28]
 
 
-@pytest.mark.parametrize(("name", "code"), [("die_on_x", "-11"), ("leave_on_x", "-9")])
-def test_a_worker_that_dies_is_replaced_and_its_sample_is_an_error(functions, name, code, capfd):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("die_on_x", "ended, exit code -11"), ("leave_on_x", "called sys.exit(0)")],
+)
+def test_a_worker_that_dies_is_replaced_and_its_sample_is_an_error(functions, name, message, capfd):
     before = children()
-    rewards, stats = score(functions + name, samples_of("x", "b", "c"), time_limit_s=5, num_workers=1)
+    rewards, stats = score(functions + name, samples_of("x", "b", "c"), num_workers=1)
     assert rewards == [0, 1, 1] and stats["error_frac"] == 1 / 3 and stats["timeout_frac"] == 0
-    assert f"the worker's exit code was {code}" in capfd.readouterr().err
+    assert message in capfd.readouterr().err
     assert children() == before
 
 
 def test_what_functions_print_goes_to_stderr_and_breaks_nothing(functions, capfd):
-    rewards, stats = score(functions + "print_much", samples_of("a", "b"), time_limit_s=5, num_workers=1)
+    rewards, stats = score(
+        functions + "print_much", samples_of("a", "b"), time_limit_s=5, num_workers=1
+    )
     assert rewards == [1, 1] and stats["error_frac"] == 0
     out, err = capfd.readouterr()
     assert "a print" in err and out == ""
@@ -735,14 +838,21 @@ def test_a_function_that_writes_into_our_pipe_is_an_error(functions):
 
 
 def test_a_sample_that_cannot_be_pickled_is_an_error(functions, capfd):
-    _, stats = score(functions + "length", samples_of("a", "b", lock=threading.Lock()), time_limit_s=5, num_workers=1)
+    _, stats = score(
+        functions + "length",
+        samples_of("a", "b", lock=threading.Lock()),
+        time_limit_s=5,
+        num_workers=1,
+    )
     assert stats["error_frac"] == 1
     assert "cannot pickle '_thread.lock' object" in capfd.readouterr().err
 
 
 def test_a_function_that_cannot_be_loaded_again_stops_the_run(tmp_path):
     (tmp_path / "mine.py").write_text("import os\ndef f(response): os._exit(1)")
-    with contextlib.closing(Scorer(RewardConfig((f"{tmp_path}/mine.py:f",), num_workers=1))) as scorer:
+    with contextlib.closing(
+        Scorer(RewardConfig((f"{tmp_path}/mine.py:f",), num_workers=1))
+    ) as scorer:
         (tmp_path / "mine.py").write_text("no python")
         for index, sample in enumerate(samples_of(*"abc")):
             scorer.submit(index, sample)
@@ -763,7 +873,9 @@ def test_functions_may_fork_and_the_forks_neither_answer_nor_stay(functions):
         assert scorer.collect(1)[0] == [1]
         (worker,) = children() - before
         time.sleep(0.2)
-        assert len(children(worker)) <= 1    # the fork of the last sample, whose end the next call will note
+        assert (
+            len(children(worker)) <= 1
+        )  # the fork of the last sample, whose end the next call will note
     assert children() == before
 
 
@@ -775,7 +887,9 @@ def test_close_ends_every_worker(functions):
     assert children() == before
 
 
-@pytest.mark.parametrize("callables", ["", ", {'f': lambda response: time.sleep(9 * ('x' in response))}"])
+@pytest.mark.parametrize(
+    "callables", ["", ", {'f': lambda response: time.sleep(9 * ('x' in response))}"]
+)
 def test_no_worker_outlives_a_trainer_that_is_killed_but_idle_ones_live_on(functions, callables):
     idle = Scorer(RewardConfig((functions + "length",), num_workers=1, time_limit_s=0.1))
     idle.submit(0, samples_of("a")[0])
@@ -825,7 +939,9 @@ def test_scoring_overlaps_with_sampling(functions):
             time.sleep(0.03)
         start = time.monotonic()
         scorer.collect(40)
-        assert time.monotonic() - start < 0.6    # of 40 x 50 ms / 2 = 1 s; the rest hides behind 1.2 s of sampling
+        assert (
+            time.monotonic() - start < 0.6
+        )  # of 40 x 50 ms / 2 = 1 s; the rest hides behind 1.2 s of sampling
 
 
 def score_on_each_rank(path):
