@@ -570,6 +570,25 @@ def test_the_device_is_sampled_by_phase_and_null_under_half_a_second(gpu):
     assert sampler.mean_utilization("update") is None  # too few
 
 
+def test_figures_of_the_device_are_over_all_ranks():
+    def on_a_rank():
+        metrics = Metrics()
+        rank = dist.get_rank()
+        busy = {"update": 40.0 + 20 * rank} | ({"ref_logprobs": 7.0} if rank else {})
+        metrics._device = SimpleNamespace(
+            max_memory_gb=lambda: {"": 2.0 + rank, "update": 1.5 - rank},
+            mean_utilization=busy.get,
+            clear=lambda: busy.clear(),
+        )
+        return metrics.reduce(), metrics.reduce()
+
+    for record, later in run_ranks(2, on_a_rank):
+        assert (record["perf/max_memory_gb"], record["perf/max_memory_gb/update"]) == (3.0, 1.5)
+        assert record["memory/actor_gpu_util_pct"] == 50.0
+        assert record["memory/ref_gpu_util_pct"] == 7.0
+        assert later["memory/actor_gpu_util_pct"] is None
+
+
 @pytest.mark.parametrize("fails_at", ["init", "uuid", "memory", "busy"])
 def test_a_gpu_that_tells_nothing_ends_no_run(gpu, fails_at):
     """Parts of a GPU (MIG), and drivers that hide UUIDs."""
