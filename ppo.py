@@ -236,7 +236,7 @@ def main(asked: Args) -> None:
 
 
 def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Prompt], Scorer]:
-    """([directories of policy, critic, reward model], tokenizer, stream, evaluation prompts, scorer)."""
+    """([policy's, critic's, reward model's directory], tokenizer, stream, eval prompts, scorer)."""
     from transformers import AutoTokenizer, logging
 
     logging.disable_progress_bar()

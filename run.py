@@ -86,17 +86,15 @@ class RunConfig:
         lies in its directory, for a resume without a saved state, and for one that cannot go on
         from it.
         """
-        if dist.get_rank() != 0:
+        if os.environ.get("RANK", "0") != "0":
             return
-        for path in model_paths:
-            inside = self.directory.resolve() in Path(path).resolve().parents
-            if path and inside:
-                raise ValueError(
-                    f"--model {path}: lies in this run's directory; give another --name"
-                )
+        for path in filter(None, model_paths):
+            if self.directory.resolve() in Path(path).resolve().parents:
+                where = "lies in the directory of this run"
+                raise ValueError(f"--model {path}: {where}; give another --name")
         config_file = self.directory / "config.json"
         known = json.loads(json.dumps(asdict(settings)))
-        known["run"]["resume"] = False  # --config of this file starts a new run
+        known.get("run", {}).update(resume=False)  # --config of this file starts a new run
         if self.resume:
             self._check_resume(known)
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -109,20 +107,19 @@ class RunConfig:
     def _check_resume(self, known: dict[str, Any]) -> None:
         steps = saved_steps(self.directory)
         if not steps:
-            where = self.directory / "checkpoints"
-            advice = "leave it out, and set --save-every"
-            raise ValueError(f"--resume: there is no saved state in {where}; {advice}")
-        if steps[-1] > known["num_steps"]:
+            where = f"there is no saved state in {self.directory / 'checkpoints'}"
+            raise ValueError(f"--resume: {where}; leave it out, and set --save-every")
+        config_file = self.directory / "config.json"
+        if config_file.exists():
+            earlier = _flat(json.loads(config_file.read_text()))
+            now = _flat(known)
+            for flag in FIXED_ON_RESUME:
+                if earlier.get(flag) != now.get(flag):
+                    made = f"{self.directory} was made with {flag} {earlier.get(flag)}"
+                    raise ValueError(f"--resume: {made}; give the same")
+        if steps[-1] > known.get("num_steps", steps[-1]):
             has = f"{self.directory} has {steps[-1]} already; give more"
             raise ValueError(f"--num-steps {known['num_steps']}: {has}")
-        config_file = self.directory / "config.json"
-        if not config_file.exists():
-            return
-        earlier = _flat(json.loads(config_file.read_text()))
-        for flag, value in _flat(known).items():
-            if flag in FIXED_ON_RESUME and flag in earlier and earlier[flag] != value:
-                made = f"{self.directory} was made with {flag} {earlier[flag]}"
-                raise ValueError(f"--resume: {made}; give the same")
 
     def _keep_earlier_run(self) -> None:
         numbered = (Path(f"{self.directory}.{n}") for n in itertools.count(1))
@@ -219,7 +216,7 @@ def refusals() -> Iterator[None]:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # Mostly the first rank of the host has met the same, and ends the job before this is
             # over: then its line is the only one.
-            time.sleep(2)
+            time.sleep(5)
         sys.exit(f"error: {' '.join(str(error).split())}")
 
 
@@ -347,7 +344,7 @@ def from_json(default: Any, values: Mapping[str, Any], prefix: str = "--") -> An
     names = {field.name for field in fields(default)}
     known = {}
     for name, value in values.items():
-        flag = f"{prefix}{FLAGS.get(name, name).replace('_', '-')}"
+        flag = _flag(prefix, name)
         if name not in names:
             raise ValueError(f"{flag}: is no setting; written by another version?")
         old = getattr(default, name)
@@ -362,6 +359,10 @@ def from_json(default: Any, values: Mapping[str, Any], prefix: str = "--") -> An
 # Fields whose flag has another name.
 FLAGS = {"model_path": "model", "data_paths": "data", "eval_paths": "eval-data"}
 FLAGS |= {"reward_model_path": "reward-model"}
+
+
+def _flag(prefix: str, name: str) -> str:
+    return prefix + FLAGS.get(name, name.replace("_", "-"))
 
 
 def _typed(value: Any, kind: Any, flag: str) -> Any:
@@ -389,7 +390,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "--") -> dict[str, Any]:
     """{flag: value} of nested settings."""
     flat = {}
     for name, value in settings.items():
-        flag = f"{prefix}{FLAGS.get(name, name).replace('_', '-')}"
+        flag = _flag(prefix, name)
         if isinstance(value, Mapping):
             group = "--" if name in ("run", "batch") else f"{flag}."
             flat |= _flat(value, group)

@@ -19,7 +19,6 @@ from data import (
     sampling_seed,
     to_prompts,
 )
-from hub import stop_token_ids
 
 TEMPLATE = (
     "{{ bos_token }}"
@@ -445,16 +444,6 @@ def test_a_stream_refuses_the_state_of_another_order():
             ValueError, match="resume with the same --data, --data.weights and --seed"
         ):
             other.load_state_dict(state)
-
-
-def test_all_ids_that_end_a_response_are_found(tmp_path):
-    """trl#5303: several ids in the generation config, others in the model's and the tokenizer's."""
-    assert stop_token_ids(str(tmp_path), None) == []
-    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 2]}')
-    assert stop_token_ids(str(tmp_path), 2, None, 9) == [2, 3, 7, 9]
-    (tmp_path / "generation_config.json").write_text("{}")
-    assert stop_token_ids(str(tmp_path)) == [7]
 
 
 def test_sampling_seeds_follow_from_the_place_alone_and_differ_between_places():
