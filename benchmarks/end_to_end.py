@@ -103,7 +103,7 @@ WORKLOADS = {
         *(4, 4, 8),
         forced=True,
         sleep=False,
-        handful="--tokens-per-row 256 --rollout.backend hf --data.max-prompt-tokens 32",
+        handful="--tokens-per-row 256 --rollout.engine hf --data.max-prompt-tokens 32",
         trl="--micro-batch 8 --max-prompt 32",
         verl="",
     ),
@@ -187,7 +187,6 @@ class DeviceMemory:
 
 
 def versions(environment: dict) -> dict[str, str]:
-    """The packages that a program of this environment finds."""
     program = f"""
 import importlib.metadata, json
 found = {{}}
@@ -243,6 +242,7 @@ def run(program: str, args, round_: int, memory: DeviceMemory, peak: float | Non
     before = highest = memory.used()
     num_seen = 0
     start = time.monotonic()
+    until = start + args.limit_s
     with (directory / "log").open("w") as log:
         job = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
@@ -250,7 +250,7 @@ def run(program: str, args, round_: int, memory: DeviceMemory, peak: float | Non
     is_over = False
     while not is_over:
         time.sleep(0.1)
-        is_over = job.poll() is not None or time.monotonic() - start > args.limit_s
+        is_over = job.poll() is not None or time.monotonic() > until
         highest = max(highest, memory.used())
         # A line without its end is still being written.
         lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
@@ -268,8 +268,10 @@ def run(program: str, args, round_: int, memory: DeviceMemory, peak: float | Non
             shown = {name: x for name, x in step.items() if name not in ("phases", "raw")}
             print(json.dumps(shown), flush=True)
             num_seen += 1
-    if job.poll() != 0:
-        print(f"{program} ended with {job.poll()} (None: over --limit-s); {directory / 'log'}:")
+            if num_seen == (args.steps if program == "handful" else args.peer_steps):
+                until = time.monotonic() + 15  # what it saves at its end is not waited for
+    if num_seen == 0 or job.poll():
+        print(f"{program} ended with {job.poll()} (None: out of time); {directory / 'log'}:")
         print("\n".join((directory / "log").read_text().splitlines()[-25:]), flush=True)
     end_children()
 
