@@ -116,7 +116,8 @@ def exchange(
     group = group or dist.group.WORLD
     _check_group(group)
     if problem:
-        sequences, destination = [], []
+        sequences = []
+        destination = []
     fields = _fields(sequences)
     by_receiver: list[list[dict[str, Tensor]]] = [[] for _ in range(num_ranks)]
     for sequence, receiver in zip(sequences, destination, strict=True):

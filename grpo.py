@@ -187,9 +187,7 @@ def main(asked: Args) -> None:
             rows, totals = packing.lay_out(
                 sequences, places, args.batch, exchange=exchange.exchange, like=EMPTY
             )
-            meter.add_layout(
-                (policy,), sequences, rows, args.batch.tokens_per_row, args.batch.num_epochs
-            )
+            meter.add_layout(rows, args.batch.tokens_per_row)
             journal.write_samples(step, groups, tokenizer.decode, scores)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
 
@@ -363,6 +361,7 @@ def actor_gradients(
         limit = args.rollout.max_response_tokens
         loss, stats = losses.actor_loss(current, entropy, row, totals, args.loss, limit)
         loss.backward()
+        meter.add_pass(policy, row)
         meter.update(stats, row.num_response_tokens)
         kl += stats["actor/ppo_kl"] * row.num_response_tokens / totals["tokens"]
     return kl

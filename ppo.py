@@ -189,9 +189,7 @@ def main(asked: Args) -> None:
             rows, totals = packing.lay_out(
                 sequences, places, args.batch, exchange=exchange.exchange, like=EMPTY
             )
-            meter.add_layout(
-                (policy, critic), sequences, rows, args.batch.tokens_per_row, args.batch.num_epochs
-            )
+            meter.add_layout(rows, args.batch.tokens_per_row)
             journal.write_samples(first, groups, tokenizer.decode)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
 
@@ -370,6 +368,7 @@ def critic_gradients(
         values = logprobs.token_values(critic, row)
         loss, stats = losses.critic_loss(values, row, totals, args.critic)
         loss.backward()
+        meter.add_pass(critic, row)
         meter.update(stats, row.num_response_tokens)
 
 
@@ -388,6 +387,7 @@ def actor_gradients(
         limit = args.rollout.max_response_tokens
         loss, stats = losses.actor_loss(current, entropy, row, totals, args.loss, limit)
         loss.backward()
+        meter.add_pass(policy, row)
         meter.update(stats, row.num_response_tokens)
         kl += stats["actor/ppo_kl"] * row.num_response_tokens / totals["tokens"]
     return kl

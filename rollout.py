@@ -17,11 +17,10 @@ States have one order, and no way round it:
   cache: cached keys belong to the old policy and would be reused without a word.
 Where sleep is off (CPU, --rollout.sleep-level 0) the states are the same and no memory moves.
 
-Shares. Each engine samples a contiguous share of the prompts. Each rank of its group then owns
-every T-th prompt of the share, with all its samples: a group is whole on one rank.
-
-Seeds follow from the caller's and the place of a sample. What comes back is token ids, each with
-its log-probability under the tempered distribution that it was drawn from.
+Each engine samples a contiguous share of the prompts; each rank of its group then owns every T-th
+prompt of the share, with all its samples: a group is whole on one rank. Seeds follow from the
+caller's and the place of a sample. What comes back is token ids, each with its log-probability
+under the tempered distribution that it was drawn from.
 
 What we give up: sampling while training; tools; top-p and top-k. They would cut the sampler's
 distribution, not the trainer's, and every ratio would be off by the mass that was cut.
@@ -31,6 +30,7 @@ Source: Sheng 2024 (HybridFlow, arXiv:2409.19256).
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import itertools
 import os
@@ -231,10 +231,9 @@ class Engine:
         seed: int = 0,
     ):
         world = dist.get_world_size() if dist.is_initialized() else 1
-        own_samples = -(-num_samples * config.tensor_parallel_size // world)
-        has_half = torch.cuda.is_available() or config.quantization != "none"
+        is_half = torch.cuda.is_available() or config.quantization != "none"
         self.config = config
-        self.dtype = torch.bfloat16 if has_half else torch.float32
+        self.dtype = torch.bfloat16 if is_half else torch.float32
         self.max_model_len = max_prompt_tokens + config.max_response_tokens
         self.state: Literal["asleep", "weights", "ready"] = "asleep"
         # By hash of a prompt: the length of its response that ended last.
@@ -244,7 +243,7 @@ class Engine:
             config,
             dtype=self.dtype,
             max_model_len=self.max_model_len,
-            num_samples=own_samples,
+            num_samples=-(-num_samples * config.tensor_parallel_size // world),
             stop_ids=stop_ids,
             seed=seed,
         )
@@ -282,9 +281,8 @@ class Engine:
                 sizes.append(tensor.numel() * tensor.element_size())
                 yield name, tensor
 
-        missing = self.backend.load(stream())
-        if missing:
-            kept = f"{len(missing)} engine parameters as they were: {sorted(missing)[:4]}"
+        if missing := sorted(self.backend.load(stream())):
+            kept = f"{len(missing)} engine parameters as they were: {missing[:4]}"
             raise RuntimeError(f"weight sync left {kept}")
         if self.state == "weights":
             self.backend.wake_cache()
@@ -308,10 +306,8 @@ class Engine:
         while others still run.
         """
         self._require("ready", "generate() needs load_weights() first, inside `engine.awake()`")
-        if temperature is None:
-            temperature = self.config.temperature
-        if seed is None:
-            seed = int(torch.randint(1 << 31, ()))
+        temperature = self.config.temperature if temperature is None else temperature
+        seed = int(torch.randint(1 << 31, ())) if seed is None else seed
         rollouts: list[Rollout | None] = [None] * (len(prompts) * num_samples)
 
         def finish(index: int, response_ids: Tensor, logprobs: Tensor, truncated: bool) -> None:
@@ -345,14 +341,10 @@ class Engine:
         every T-th prompt. on_finished(index, position, rollout) is called as owned ones end; index
         counts in the result's flat order.
         """
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        if world > 1:
-            asked = [None] * world
-            mine = repr((prompts, num_samples, temperature, seed))
-            dist.all_gather_object(asked, mine)
-            if len(set(asked)) > 1:
-                raise RuntimeError("the ranks called generate_share() with different arguments")
+        has_ranks = dist.is_initialized()
+        rank, world = (dist.get_rank(), dist.get_world_size()) if has_ranks else (0, 1)
+        if not _agree(prompts, num_samples, temperature, seed):
+            raise RuntimeError("the ranks called generate_share() with different arguments")
         size = self.config.tensor_parallel_size
         num_engines = world // size
         number = rank // size
@@ -383,12 +375,10 @@ class Engine:
 
     def _submission_order(self, prompts: list[list[int]]) -> list[int]:
         """Indices of prompts by bins of expected response length, the bin of the longest first."""
-        # A prompt's last response predicts its next ones; for a new prompt its own length is the
-        # best guess at hand.
+        # A prompt's last response predicts its next ones; a new prompt's own length must do.
         known = self.expected_lengths
         expected = [known.get(hash(tuple(prompt)), len(prompt)) for prompt in prompts]
         by_length = sorted(range(len(prompts)), key=lambda p: -expected[p])
-        # One bin: the order they came in.
         size = -(-len(prompts) // max(1, self.config.length_bins))
         order = []
         for i in range(0, len(prompts), size):
@@ -398,3 +388,13 @@ class Engine:
     def _require(self, states: str, message: str) -> None:
         if self.state not in states.split():
             raise RuntimeError(f"{message} (the engine is {self.state})")
+
+
+def _agree(*values: object) -> bool:
+    """Whether all ranks have the same values; a hash travels, whatever the number of prompts."""
+    if not dist.is_initialized():
+        return True
+    mine = hashlib.sha256(repr(values).encode()).hexdigest()
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return len(set(everyone)) == 1
