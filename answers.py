@@ -118,11 +118,11 @@ def _boxed(text: str) -> str:
 # 2. Spell
 
 SYMBOLS = {"\u2212": "-", "\u2013": "-", "\u2044": "/", "\u00d7": "\\times ", "\u00b7": "\\cdot "}
-SYMBOLS |= {"\u03c0": "\\pi ", "\u221e": "\\infty ", "\u221a": "\\sqrt ", "\u222a": "\\cup "}
+SYMBOLS |= {"\u03c0": "\\pi ", "\u221e": "\\infty ", "\u222a": "\\cup "}
 SYMBOLS |= {"\u2248": "\\approx ", "\u2264": "\\leq ", "\u2265": "\\geq ", "\u2260": "\\neq "}
 SYMBOLS |= {"\u2208": "\\in ", "\u00b1": "\\pm ", "\u00f7": "/", "\u200b": "", "\u2032": "'"}
 TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|mathbf|mathit|operatorname|emph) ?"
-FUNCTIONS = "sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log|exp|sqrt|pi"
+FUNCTIONS = "sin|cos|tan|cot|csc|arcsin|arccos|arctan|ln|log|exp|sqrt|pi"
 SPELLINGS = (  # applied in this order
     (r"\\(?:left|right|displaystyle|limits|[bB]igg?[lr]?)(?![a-zA-Z])", ""),
     (r"\\!|\{,\}", lambda found: found[0].strip("\\!{}")),
@@ -145,6 +145,7 @@ SPELLINGS = (  # applied in this order
     (r"(\d) (\d+) ?/ ?(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
     (r"(?<=\d) (thousand|[mb]illion|trillion)\b", lambda f: rf"\times 10^{{{POWERS[f[1]]}}}"),
     (r"(\d)[eE]([+-]?\d{1,3})$", r"\1\\times 10^{\2}"),
+    (r" mph\b", " miles per hour"),
     (r",? (?:and|or) |,? and$", " , "),
 )
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
@@ -158,6 +159,7 @@ SIGNS |= {"\\le": "\\leq ", "\\leqslant": "\\leq ", "\\ge": "\\geq ", "\\geqslan
 def _spell(text: str) -> str:
     """ "5 m^2" of "$5 \\text{ m}^2$.": the answer in one spelling."""
     text = re.sub("([\u00bc-\u00be\u2150-\u215e])", r" \1", text)  # one and a half, not 11/2
+    text = re.sub(r"\u221a ?(\d+|)", r"\\sqrt{\1}", text).replace("\\sqrt{}", "\\sqrt ")
     text = re.sub("([\u00b2\u00b3\u00b9\u2070-\u2079]+)", r"^{\1}", text)  # 5 squared, not 52
     text = unicodedata.normalize("NFKC", text.translate(str.maketrans(SYMBOLS)))
     text = text.translate(str.maketrans(SYMBOLS))
@@ -176,7 +178,7 @@ def _spell(text: str) -> str:
 RELATIONS = {"=", "<", ">", "\\leq", "\\geq", "\\neq", "\\approx", "\\sim", "\\in", "\\equiv"}
 FLIPPED = {">": "<", "\\geq": "\\leq"}
 MATRIX = r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}"
-NO_LABEL = FUNCTIONS + "|frac|infty|binom|times|cdot|sum|int|lim|prod|ldots|begin|pm"
+NO_LABEL = FUNCTIONS + "|sec|frac|infty|binom|times|cdot|sum|int|lim|prod|ldots|begin|pm"
 LABEL = rf"(?:\\(?!(?:{NO_LABEL})(?![a-zA-Z]))[a-zA-Z]++|[a-zA-Z' ]"  # x, f(2), \lambda, S_{n}
 LABEL += r"|_(?>\{\w+\}|\w)|\^\{-1\}|\([^()=]*\)|\{[a-zA-Z]+\})++"
 
@@ -321,25 +323,27 @@ def _same_side(given: _Part, gold: _Part) -> bool:
 NO_UNIT = "or|and|not|hundred|thousand|[mb]illion|trillion|dozen|plus|minus|divided|factorial"
 ORDINAL = "third|half|halve|(?:four|fif|six|seven|eigh|nin|ten|twelf|hundred|thousand|million)th"
 NO_UNIT += rf"|squared|cubed|(?:{ORDINAL})(?!s? [a-zA-Z])"  # but in 12 third graders
-SHORT_UNIT = "(?:cm|mm|km|kg|mg|ml|ft|in|lb|oz|hr)"  # other short words may be products: 2 ab
+SHORT_UNIT = "(?:cm|mm|km|kg|mg|ml|ft|in|lb|oz|hr|mi|yd)"  # other short words may be products: 2 ab
 UNIT = rf"(?!(?:{NO_UNIT})s?\b)(?:[a-zA-Z]{{3,}}|{SHORT_UNIT}|[mgslh]|(?<=degree )[CF])\b"
 MEASURED = rf"(?<=[\d)}}])(?: | ?(?={SHORT_UNIT}\b))({UNIT}(?:[ /]{UNIT})*) ?(?:\^\{{?(\d)\}}?)?$"
 SAME_UNIT = "feet ft foot ft inch in meter m centimeter cm millimeter mm kilometer km gram g"
-SAME_UNIT += " kilogram kg liter l second s sec s minut min hour h hr h pound lb ounc oz"
+SAME_UNIT += (
+    " kilogram kg liter l second s sec s minut min hour h hr h pound lb ounc oz mil mi yard yd"
+)
 SAME_UNIT = dict(zip(SAME_UNIT.split()[::2], SAME_UNIT.split()[1::2], strict=True))
-PREFIXED = re.compile(r"^(-?) ?(dollar|euro|gbp|yen) (.*)$")
+PREFIXED = re.compile(r"^(-?) ?(dollar|euro|gbp|yen) (.*?)( per .*)?$")
 
 
 def _quantity(text: str) -> tuple[str, list[str], bool]:
     """("5", ["m2"], False) of 5 meters^2."""
-    text = PREFIXED.sub(r"\1\3 \2", text)
+    text = PREFIXED.sub(r"\1\3 \2\4", text)
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
         text = text.replace(" degree", "\\degree ")
     found = re.search(MEASURED, text)
     units = []
     if found:
         text = text[: found.start()]
-        for word in re.split("[ /]", found[1].lower()):
+        for word in re.split("[ /]", found[1].lower().replace(" per ", "/")):
             word = re.sub(r"(?<=..)[es]*$", "", word)  # inches -> inch
             units.append(SAME_UNIT.get(word, word))
         units[-1] += found[2] or ""

@@ -61,7 +61,7 @@ def quantize_blockwise(
     x: n values of any shape and floating dtype; the last block may be short. The error of codes *
     scale is at most scale / 2; with stochastic rounding below scale, and 0 on average.
     """
-    _check(block_size, rounding)
+    _check_options(block_size, rounding)
     codes = torch.empty(1, x.numel(), dtype=torch.int8, device=x.device)
     scales = torch.empty(1, -(-x.numel() // block_size), device=x.device)
     _quantize_rows(x.reshape(-1), codes, scales, block_size, rounding)
@@ -70,7 +70,7 @@ def quantize_blockwise(
 
 def dequantize_blockwise(q: Tensor, scales: Tensor, block_size: int = 256) -> Tensor:
     """code * scale of its block, fp32 [n]. q: int8 [n], scales: fp32 [B]."""
-    _check(block_size)
+    _check_options(block_size)
     rule = f"scales {tuple(scales.shape)}: one for each block of {block_size} of {len(q)} codes"
     _require(scales.shape == (-(-len(q) // block_size),), rule)
     x = torch.empty(len(q), device=q.device)
@@ -78,7 +78,7 @@ def dequantize_blockwise(q: Tensor, scales: Tensor, block_size: int = 256) -> Te
     return x
 
 
-def _check(block_size: int, rounding: Rounding = "nearest") -> None:
+def _check_options(block_size: int, rounding: Rounding = "nearest") -> None:
     rule = f"block_size {block_size} must be a power of two from 16 on: use 256"
     _require(block_size >= 16 and not block_size & (block_size - 1), rule)
     _require(rounding in ("nearest", "stochastic"), f"rounding {rounding!r}: nearest or stochastic")
@@ -210,7 +210,7 @@ def quantized_reduce_scatter(
 
     input: contiguous [W * n]; any floating dtypes, any n. A rank sends (W - 1) * M bytes.
     """
-    _check(block_size, rounding)
+    _check_options(block_size, rounding)
     n = output.numel()
     num_ranks = dist.get_world_size(group)
     rule = f"output of {n} values: contiguous, and one in {num_ranks} of input's {input.numel()}"
@@ -241,7 +241,7 @@ def quantized_all_reduce(
     the first call; it is added to x, and then holds what this call lost. A rank sends
     2 * (W - 1) * M bytes with n = ceil(numel / W).
     """
-    _check(block_size, rounding)
+    _check_options(block_size, rounding)
     _require(x.is_contiguous(), "x: must be contiguous, since it is summed in place")
     if dist.get_world_size(group) == 1:
         return
@@ -293,7 +293,7 @@ def quantize_gradients(
     keeps an fp32 shard on each rank. Works whether FSDP2 averages or sums. If you set a gradient
     divide factor, also call set_force_sum_reduction_for_comms(True).
     """
-    _check(block_size, rounding)
+    _check_options(block_size, rounding)
     names = {name: id(parameter) for name, parameter in model.named_parameters()}
     excluded = set()
     for pattern in exclude:

@@ -129,7 +129,7 @@ def exchange(
     # 1. Agree.
     host = rank if group in _without_memory else _host_key()
     schema = REFUSED if problem else _schema_key(fields)
-    table = _gather([host, schema, _free_bytes(group), *map(_message_bytes, outgoing)], group)
+    table = _gather_table([host, schema, _free_bytes(group), *map(_message_bytes, outgoing)], group)
     if problem:
         raise ValueError(problem)
     _check_schemas(table.schema.tolist(), fields)
@@ -225,7 +225,7 @@ def _free_bytes(group: dist.ProcessGroup) -> int:
     return len(segment.memory)
 
 
-def _gather(mine: list[int], group: dist.ProcessGroup) -> Table:
+def _gather_table(mine: list[int], group: dist.ProcessGroup) -> Table:
     """The rows of all ranks: each has a host, a schema, free bytes, and the bytes to each rank."""
     row = torch.tensor(mine)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]

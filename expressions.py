@@ -1,12 +1,13 @@
 r"""Expressions: whether two that are written in LaTeX have the same value.
 
 The problem. 2\sqrt{2} and \sqrt{8} are one number, 2ab and ab + ab one product. A computer algebra
-system tells, but it may take for ever on hostile text, and one that rounds to six decimals takes
+system can tell, but it may take for ever on hostile text, and one that rounds to six decimals takes
 1.6 \times 10^{-19} for 9.1 \times 10^{-31}.
 
-How it works. A text becomes Python, Python's parser makes a tree of it, and the tree is computed at
-three points; two expressions that agree at all three are the same.
-    2ab -> "((2)*a*b)" -> at a = -28/11, b = 5/11: -280/121
+How it works. A text falls into tokens (\frac, 12, x, a bracket). They become Python, Python's own
+parser makes a tree of it, and the tree is computed at three points. Two expressions that agree at
+all three are the same.
+    2ab -> "((2)*a*b)" -> at a = 28/11, b = 5/11: 280/121
 Integers, fractions and decimals are computed exactly, as fractions. What is irrational is a complex
 float, and two floats are the same if they differ by less than 1e-10 of the larger. Only a decimal
 may round an irrational number: to 1e-6 of it.
@@ -33,7 +34,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-MAX_TOKENS = 300
+MAX_TOKENS = 200
 MAX_BITS = 2048
 TOLERANCE = 1e-10
 DECIMAL_TOLERANCE = 1e-6
@@ -207,6 +208,8 @@ def _translate(tokens: list[str], kinds: Counter, closing: str = "", *, stops=fr
                 python.append(value)
     if closing and tokens.pop() != closing:
         raise ValueError("a bracket stays open")
+    if not python:
+        raise ValueError("nothing stands here")
     return f"({''.join(python)})"
 
 
@@ -216,9 +219,9 @@ def _juxtapose(python: list[str], token: str, value: str, kinds: Counter) -> Non
     if is_number and token == "\\frac" and re.fullmatch(r"\(\(+\d+\)+/\(+\d+\)+\)", value):
         python[-1] = f"({python[-1]}+{value})"
         return
-    if is_number and token[0].isdigit():
-        raise ValueError("two numbers side by side")
-    if token in ("(", "\\frac") or token[0].isdigit():
+    if token[0].isdigit():
+        raise ValueError("3 4 and x2 are no products")
+    if token in ("(", "\\frac"):
         kinds["product"] += 1
     python.append("*")
     python.append(value)
@@ -301,21 +304,18 @@ def _call(name: str, tokens: list[str], kinds: Counter) -> str:
         argument = _atom(tokens.pop(), tokens, kinds)
     else:
         argument = _translate(tokens, kinds, stops=STOPS)
-    if argument == "()":
-        raise ValueError(f"{name} of nothing")
     return f"({name}({argument}{base}){power})"
 
 
 def _compute(node: ast.AST, symbols: dict[str, Fraction], point: int) -> complex | Fraction:
     if isinstance(node, ast.Constant):
-        return Fraction(node.value)
+        return _checked(Fraction(node.value))
     if isinstance(node, ast.Name):
         if node.id in CONSTANTS:
             return CONSTANTS[node.id]
-        generator = random.Random(f"{node.id} {point}")
-        value = Fraction(11 * generator.randint(0, 9) + generator.randint(1, 10), 11)
-        sign = (1, -1, generator.choice((1, -1)))[point]  # |x| is not x, nor -x
-        return symbols.setdefault(node.id, sign * value)
+        if node.id not in symbols:
+            symbols[node.id] = _place(node.id, point)
+        return symbols[node.id]
     if isinstance(node, ast.UnaryOp):
         value = _compute(node.operand, symbols, point)
         return -value if isinstance(node.op, ast.USub) else value
@@ -329,6 +329,13 @@ def _compute(node: ast.AST, symbols: dict[str, Fraction], point: int) -> complex
         right = _compute(node.right, symbols, point)
         return _checked(OPERATIONS[type(node.op)](left, right))
     raise ValueError("no expression")
+
+
+def _place(name: str, point: int) -> Fraction:
+    """The value of a variable: positive at point 0, negative at point 1, for |x| is not x."""
+    generator = random.Random(f"{name} {point}")
+    sign = (1, -1, generator.choice((1, -1)))[point]
+    return sign * Fraction(11 * generator.randint(0, 9) + generator.randint(1, 10), 11)
 
 
 def _checked(value: complex | Fraction) -> complex | Fraction:

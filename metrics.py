@@ -111,9 +111,10 @@ class Metrics:
         self.add("reward/mean", mean)
         self.add(f"reward/{source}/mean", mean)
         if len(rewards) > 1:
-            in_fp32 = torch.tensor(rewards, dtype=torch.float32)  # as advantages are computed
-            is_flat = bool((in_fp32 == in_fp32[0]).all())
-            self.add("reward/std", in_fp32.std(correction=0).item())
+            # Flat exactly where advantages are 0: sums in another order round differently.
+            rounding = 1e-14 * max(1.0, *map(abs, rewards))
+            is_flat = all(abs(reward - rewards[0]) <= rounding for reward in rewards)
+            self.add("reward/std", torch.tensor(rewards).std(correction=0).item())
             self.add("reward/frac_zero_std", 1.0 if is_flat else 0.0)
         self.add("prompt_length/mean", num_prompt)
         self.add("prompt_length/max", num_prompt, reduction="max")
@@ -168,7 +169,7 @@ class Metrics:
         """The record of the step since the last call, the same on all ranks. Collective."""
         self._book()
         self._add_memory()
-        record = _merge_ranks(_gather(_to_host(self._entries)))
+        record = _merge_ranks(_gather_entries(_to_host(self._entries)))
         times = [value for name, value in record.items() if name.startswith("timing_s/")]
         record["timing_s/step"] = sum(times)
         self._derive(record)
@@ -247,7 +248,7 @@ def _to_host(entries: Mapping[tuple[str, str], Entry]) -> dict[tuple[str, str], 
     return found
 
 
-def _gather(mine: dict) -> list[dict]:
+def _gather_entries(mine: dict) -> list[dict]:
     """`mine` of each rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]

@@ -168,7 +168,7 @@ class Report:
         """A warning, once for each name."""
         if name not in self._said:
             self._said.add(name)
-            print(f"warning: {message}", flush=True)
+            _print(f"warning: {message}")
 
     def write(self, step: int, record: dict[str, float | None]) -> None:
         """The record of this step to all places."""
@@ -180,7 +180,7 @@ class Report:
         is_last = step == self.num_steps - 1
         if self._wandb is not None:
             self._write_to_wandb(step, record, is_last)
-        print(self._console_line(step, record), flush=True)
+        _print(self._console_line(step, record))
         self._warn(record)
         every = self.config.plot_every
         if every and (is_last or step % every == every - 1):
@@ -282,15 +282,19 @@ class Report:
             _append(self.out_dir / "samples.jsonl", samples)
 
 
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError):  # the console may be a file on a full disk, or be gone
+        print(line, flush=True)
+
+
 def _start_wandb(project: str, name: str, settings: dict | None):
     import wandb
 
     try:
         return wandb.init(project=project, name=name, config=settings)
     except wandb.Error as error:
-        why = " ".join(str(error).split())
-        fix = "run `wandb login`, or set WANDB_MODE=offline"
-        raise ValueError(f"--log.wandb-project {project}: {why}; {fix}") from error
+        why = " ".join(str(error).split()) + "; run `wandb login`, or set WANDB_MODE=offline"
+        raise ValueError(f"--log.wandb-project {project}: {why}") from error
 
 
 def _append(file: Path, objects: list[dict]) -> None:
@@ -326,7 +330,7 @@ def _keep_before(file: Path, step: int) -> None:
     if step == 0:
         aside = next(path for i in itertools.count(1) if not (path := Path(f"{file}.{i}")).exists())
         file.rename(aside)
-        print(f"note: {file} is of an earlier run; it is {aside} now", flush=True)
+        _print(f"note: {file} is of an earlier run; it is {aside} now")
         return
     data = file.read_bytes()
     lines = data.split(b"\n")  # not splitlines(): a text may hold U+2028 and others

@@ -447,12 +447,23 @@ def test_sums_of_16_bit_values_do_not_stand_still():
     assert (record["sum"], record["mean"]) == (1000.0, 0.75)
 
 
-def test_a_group_whose_rewards_differ_only_beyond_fp32_has_no_spread():
-    """radixark/miles#701, verl#4598: 0.3 in another order of sums; advantages, in fp32, are 0."""
+@pytest.mark.parametrize(
+    "rewards, is_flat",
+    [
+        ([0.1 + 0.2, 0.3], True),  # sums in another order
+        ([0.3, 0.1 + 0.2, 0.3], True),
+        ([1e8 + 1, 1e8], False),  # one number in fp32
+        ([1e8 * (0.1 + 0.2), 1e8 * 0.3], True),
+        ([0.3, 0.3, 0.3000001], False),
+        ([0.0, -1e-9], False),
+        ([-2.0, -2.0], True),
+    ],
+)
+def test_a_group_is_flat_exactly_where_its_advantages_are_0(rewards, is_flat):
+    """radixark/miles#701, verl#4598: groups whose rewards differ by rounding only."""
     metrics = Metrics()
-    metrics.add_group("x", [0.1 + 0.2, 0.3], [rollout(1, 2)] * 2)
-    metrics.add_group("x", [0.3, 0.3, 0.30001], [rollout(1, 2)] * 3)
-    assert metrics.reduce()["reward/frac_zero_std"] == 0.5
+    metrics.add_group("x", rewards, [rollout(1, 2)] * len(rewards))
+    assert metrics.reduce()["reward/frac_zero_std"] == (1.0 if is_flat else 0.0)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -557,6 +568,25 @@ def test_the_device_is_sampled_by_phase_and_null_under_half_a_second(gpu):
     assert sampler.max_memory_gb() == {"": 2.0, "step": 2.0, "update": 2.0}
     sampler.clear()
     assert sampler.mean_utilization("update") is None  # too few
+
+
+def test_figures_of_the_device_are_over_all_ranks():
+    def on_a_rank():
+        metrics = Metrics()
+        rank = dist.get_rank()
+        busy = {"update": 40.0 + 20 * rank} | ({"ref_logprobs": 7.0} if rank else {})
+        metrics._device = SimpleNamespace(
+            max_memory_gb=lambda: {"": 2.0 + rank, "update": 1.5 - rank},
+            mean_utilization=busy.get,
+            clear=lambda: busy.clear(),
+        )
+        return metrics.reduce(), metrics.reduce()
+
+    for record, later in run_ranks(2, on_a_rank):
+        assert (record["perf/max_memory_gb"], record["perf/max_memory_gb/update"]) == (3.0, 1.5)
+        assert record["memory/actor_gpu_util_pct"] == 50.0
+        assert record["memory/ref_gpu_util_pct"] == 7.0
+        assert later["memory/actor_gpu_util_pct"] is None
 
 
 @pytest.mark.parametrize("fails_at", ["init", "uuid", "memory", "busy"])

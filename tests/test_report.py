@@ -1,6 +1,7 @@
 """Where records go: one line a step in each place, what a resumed run keeps, and alarms."""
 
 import contextlib
+import errno
 import io
 import json
 import math
@@ -389,6 +390,20 @@ def test_a_log_that_cannot_be_opened_ends_no_run(tmp_path, capsys):
     report.write(1, record())
     out = capsys.readouterr().out
     assert out.count("metrics.jsonl can't be written (Is a directory)") == 1
+
+
+def test_a_console_that_takes_nothing_ends_no_run(tmp_path, monkeypatch):
+    """Sent to a file on a full disk, or to a program that has ended."""
+
+    def write(text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=write, flush=lambda: None))
+    report = Report(tmp_path, LogConfig(plot_every=0, zero_std_alarm=1), 2)
+    for step in range(2):
+        report.write(step, record(reward__frac_zero_std=1.0))
+    monkeypatch.undo()
+    assert len(records(tmp_path)) == 2
 
 
 def test_a_directory_that_cannot_be_made_ends_no_run(tmp_path, capsys):
