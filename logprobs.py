@@ -129,14 +129,17 @@ def model_scores(model: nn.Module, rows: Sequence) -> list[float]:
 
 @torch.no_grad()
 def with_logprobs(
-    model: nn.Module, rows: list[list], name: str, *, temperature: float
+    model: nn.Module, rows: list[list], name: str, *, temperature: float, skip: int = 0
 ) -> list[list]:
-    """The same rows (of each minibatch) with one more field: the model's log-probabilities [N], by
-    token_logprobs.
+    """The rows of each minibatch with one more field: the model's log-probabilities [N].
+
+    skip: the first so many minibatches stay as they are.
     """
-    return _with_field(
-        rows, name, lambda row: token_logprobs(model, row, temperature=temperature)[0]
-    )
+
+    def compute(row) -> Tensor:
+        return token_logprobs(model, row, temperature=temperature)[0]
+
+    return rows[:skip] + _with_field(rows[skip:], name, compute)
 
 
 @torch.no_grad()

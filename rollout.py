@@ -154,16 +154,18 @@ def draw(
 ) -> dict[int, list[Rollout]]:
     """{position: rollouts} for the prompts that this rank owns. Collective.
 
-    prompts: objects with prompt_ids, text, answer and columns (data.Prompt), the same on all ranks.
-    Each response goes to `scorer` (rewards.Scorer; None: to nobody) as soon as it ends, under its
-    place in the flat order of the result.
+    prompts: data.Prompt, the same on all ranks. Each response goes to `scorer` (rewards.Scorer, or
+    None) as soon as it ends, under its place in the flat order of the result.
     """
 
     def submit(index: int, position: int, rollout: Rollout) -> None:
         prompt = prompts[position]
+        ids = rollout.response_ids
+        if not rollout.truncated and int(ids[-1]) in tokenizer.all_special_ids:
+            ids = ids[:-1]  # the end; other special tokens are content, such as <think>
         known = {
             "prompt": prompt.text,
-            "response": tokenizer.decode(rollout.response_ids, skip_special_tokens=True),
+            "response": tokenizer.decode(ids),
             "answer": prompt.answer,
             "truncated": rollout.truncated,
         }
@@ -193,9 +195,7 @@ def to_groups(
 def evaluate(
     engine: Engine, scorer, tokenizer, prompts: Sequence, num_samples: int, seed: int, meter
 ) -> None:
-    """Adds to `meter` (metrics.Metrics) the greedy reward, in all and per data set; and mean@k and
-    pass@k of k = num_samples samples, if it is not 0. Means over the prompts of all ranks.
-    """
+    """Adds to `meter` the greedy reward and, with num_samples k > 0, mean@k and pass@k."""
     for k, temperature in ((1, 0.0), (num_samples, None)):
         if k == 0:
             continue

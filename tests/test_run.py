@@ -153,15 +153,15 @@ def test_a_run_in_progress_its_own_model_and_a_resume_from_nothing_are_refused(t
         ValueError,
         match="--resume: there is no saved state in .*leave it out, and set --save-every",
     ):
-        RunConfig(str(tmp_path), "x", resume=True).open(Settings())
+        RunConfig(str(tmp_path), "x", resume=True).check(Settings())
     run.open(Settings())
     (tmp_path / "x" / "hf").mkdir()
     with pytest.raises(ValueError, match="lies in the directory of this run; give another --name"):
-        run.open(Settings(), str(tmp_path / "x" / "hf"))
+        run.check(Settings(), str(tmp_path / "x" / "hf"))
     with pytest.raises(
         ValueError, match=f"--name x: process {os.getpid()} on .* is at work there; end it or give"
     ):
-        run.open(Settings())
+        run.check(Settings())
     assert not (tmp_path / "x.1").exists()
 
 
@@ -171,7 +171,7 @@ def test_a_resume_with_another_seed_is_refused_and_leaves_the_settings_as_they_w
     (tmp_path / "x" / "checkpoints" / "step-000001").mkdir(parents=True)
     (tmp_path / "x" / "config.json").write_text('{"seed": 3}')
     with pytest.raises(ValueError, match="--resume: .*/x was made with --seed 3; give the same"):
-        run.open(Settings())
+        run.check(Settings())
     assert (tmp_path / "x" / "config.json").read_text() == '{"seed": 3}'
 
 
@@ -187,7 +187,7 @@ def test_a_resume_with_another_model_or_fewer_steps_than_were_made_is_refused(tm
     ):
         (tmp_path / "x" / "config.json").write_text(json.dumps(earlier))
         with pytest.raises(ValueError, match=message):
-            run_ranks(1, run.open, Settings(num_steps=6))
+            run.check(Settings(num_steps=6))
         assert json.loads((tmp_path / "x" / "config.json").read_text()) == earlier
     run_ranks(
         1, run.open, Settings(num_steps=7)
