@@ -11,11 +11,14 @@ from safetensors.torch import load_file
 from tiny import KINDS, save_tiny
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import reshard
 from attention import use_packed_attention
 from logprobs import token_logprobs
 from model import ModelConfig, load_policy
+from offload import Offload
 from packing import pack, sequence
 from reshard import iter_full_params, sync_weights, verify_sync
 
@@ -302,3 +305,235 @@ def test_syncing_a_hundred_times_leaves_the_trainers_weights_alone(paths):
         )
 
     run_ranks(2, job)
+
+
+# Other people's models and meshes
+
+
+class Blocks(torch.nn.Module):
+    """An embedding, two blocks and a norm: 7 rows divide no mesh evenly."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.wpe = torch.nn.Embedding(7, 6)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(6, 7) for _ in range(2))
+        self.norm = torch.nn.LayerNorm(6)
+
+    def forward(self, ids):
+        return [block(self.norm(self.wpe(ids))) for block in self.blocks]
+
+
+def shard_as(layout: str, model: Blocks) -> torch.nn.Module:
+    world = dist.get_world_size()
+    if layout == "default":
+        return fully_shard(model)
+    if layout == "dp":
+        return fully_shard(model, mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
+    if layout == "no name":
+        return fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    if layout == "replicate x shard":
+        names = ("rep", "dp")
+        return fully_shard(
+            model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=names)
+        )
+    if layout == "blocks alone":
+        for block in model.blocks:
+            fully_shard(block)
+        return model
+    if layout == "all but one":
+        return fully_shard(model, ignored_params={model.wpe.weight})
+    if layout == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    assert layout == "plain"
+    return model
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_any_mesh_of_fully_shard_and_parts_that_are_whole_come_out_right(bucket_bytes):
+    """COPY F1, USERS 6: with another name than "shard" an AttributeError; with blocks alone, or
+    some parameters, left whole, this rank's shards under the names of full tensors.
+    """
+    layouts = "default", "dp", "no name", "replicate x shard", "blocks alone", "all but one"
+
+    def job():
+        expected = dict(Blocks().named_parameters())
+        for layout in (*layouts, "ddp", "plain"):
+            found = full(shard_as(layout, Blocks()), bucket_bytes=bucket_bytes)
+            assert found.keys() == expected.keys(), layout
+            for name, p in expected.items():
+                assert torch.equal(found[name], p), (layout, name)
+
+    run_ranks(4, job)
+
+
+def test_what_is_not_split_by_rows_is_refused_by_name():
+    """COPY F1: with Shard(1) right shapes, shuffled rows. And two axes that both split."""
+
+    def job():
+        columns = fully_shard(Blocks(), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+        with pytest.raises(ValueError, match=r"wpe.weight: is laid out as .*must be split by rows"):
+            full(columns)
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        twice = Blocks()
+        whole = twice.norm.weight.detach()
+        twice.norm.weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0), Shard(0)]))
+        with pytest.raises(ValueError, match=r"norm.weight: is laid out as"):
+            full(twice)
+
+    run_ranks(2, job)
+
+
+def test_adapters_and_parametrizations_are_refused_as_they_are_no_weights():
+    """COPY F1: names kept `base_model.model.`, and the engine knew none of them."""
+
+    class Adapted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base_layer = torch.nn.Linear(3, 3)
+            self.lora_A = torch.nn.Linear(3, 1)
+
+    peft = torch.nn.ModuleDict({"q_proj": Adapted()})
+    with pytest.raises(ValueError, match=r"q_proj.base_layer.weight: .*merge_and_unload"):
+        full(peft)
+    normed = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="parametrizations.weight.*: is a part of a weight"):
+        full(normed)
+
+
+def test_weights_that_wait_in_host_memory_are_not_sent():
+    model = Blocks()
+    waiting = Offload(True, model)
+    with pytest.raises(ValueError, match="wpe.weight: has no memory now; use `with offload.pres"):
+        full(model)
+    with waiting.present(model):
+        assert torch.equal(full(model)["wpe.weight"], Blocks().wpe.weight)
+
+
+def test_what_is_sent_is_of_the_engines_type_unless_told_otherwise(paths):
+    """COPY F7: bf16 into an engine of fp32, log-probabilities off by 0.08."""
+
+    def job():
+        policy = load(paths["qwen2"])
+        engine = Recorder(policy)
+        engine.dtype = torch.float32
+        num_parameters = sum(p.numel() for p in policy.parameters())
+        assert sync_weights(policy, engine) == 4 * num_parameters
+        assert sync_weights(policy, engine, dtype=torch.bfloat16) == 2 * num_parameters
+
+    run_ranks(1, job)
+
+
+def test_the_root_that_a_forward_left_whole_is_sent_like_the_rest(paths):
+    """After a pass of the decoder without gradients; logprobs.py reshards by itself."""
+
+    def job():
+        policy = load(paths["qwen2"], reshard_after_forward=False)
+        before = full(policy)
+        row = pack([sequence(torch.tensor([3, 4]), torch.tensor([5, 1]))], 8)[0]
+        spans = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), row.cu_seqlens)
+        lengths = dict.fromkeys(("max_length_q", "max_length_k"), row.max_seqlen)
+        with torch.no_grad():
+            policy(row.tokens[None], position_ids=row.position_ids[None], **spans, **lengths)
+        assert any(not isinstance(p, DTensor) for p in policy.parameters())
+        after = full(policy)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+    run_ranks(2, job)
+
+
+def test_buckets_are_filled_up_to_their_limit():
+    six = [(str(i), torch.zeros(5)) for i in range(6)]
+    buckets = list(reshard._buckets(six, 20, 2))
+    assert [[name for name, _ in bucket] for bucket in buckets] == [
+        ["0", "1"],
+        ["2", "3"],
+        ["4", "5"],
+    ]
+
+
+# What --verify-sync proves
+
+
+class Engine:
+    """An engine whose loader may fuse q, k and v, and may do it wrongly, each time in the same way.
+
+    Its own order of rows differs from the trainer's, as kernels want it.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, parts="qkv"):
+        self.model = torch.nn.ModuleDict({"attn": torch.nn.ModuleDict({"qkv": Rows(6)})})
+        self.model["attn"]["norm"] = Rows(2)
+        self.model.packed_modules_mapping = {"qkv": ["q", "k", "v"]}
+        self.model["attn"]["scale"] = Bytes()
+        self.parts = parts
+
+    def load_weights(self, buckets):
+        given = dict(pair for bucket in buckets for pair in bucket)
+        fused = torch.cat([given[f"attn.{part}.weight"] for part in self.parts])
+        self.model["attn"]["qkv"].weight.copy_(fused.flip(0))
+        self.model["attn"]["norm"].weight.copy_(given["attn.norm.weight"])
+        return 1
+
+
+class Rows(torch.nn.Module):
+    def __init__(self, num_rows):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(num_rows, 2), requires_grad=False)
+
+
+class Bytes(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+
+
+def trainer():
+    torch.manual_seed(0)
+    attention = torch.nn.ModuleDict({name: Rows(2) for name in ("q", "k", "v", "norm")})
+    return torch.nn.ModuleDict({"attn": attention})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x * 1.2,
+        lambda x: x.flip(0),
+        torch.ones_like,
+        lambda x: x.bfloat16().float(),
+    ],
+    ids=["scaled", "reversed", "ones", "rounded"],
+)
+def test_verify_sync_sees_what_is_sent_wrongly_each_time(monkeypatch, change):
+    """REVIEW 2.3: both loads were wrong in the same way, and it passed."""
+    model, engine = trainer(), Engine()
+    verify = [sync_weights(model, engine), verify_sync(model, engine)]
+    assert verify == [1, None]
+    right = reshard.iter_full_params
+
+    def wrong(model, **options):
+        for bucket in right(model, **options):
+            yield [(name, change(x) if "norm" in name else x) for name, x in bucket]
+
+    monkeypatch.setattr(reshard, "iter_full_params", wrong)
+    sync_weights(model, engine)
+    with pytest.raises(RuntimeError, match="attn.norm.weight is sent with other numbers"):
+        verify_sync(model, engine)
+
+    def lossy(model, **options):
+        for bucket in right(model, **options):
+            yield [(name, x) for name, x in bucket if "norm" not in name]
+
+    monkeypatch.setattr(reshard, "iter_full_params", lossy)
+    engine.load_weights = lambda buckets: list(buckets)
+    with pytest.raises(RuntimeError, match="1 tensors of the trainer were not sent: .'attn.norm"):
+        verify_sync(model, engine)
+
+
+def test_verify_sync_sees_a_loader_that_fuses_the_wrong_tensors_each_time():
+    model, engine = trainer(), Engine("qkk")
+    sync_weights(model, engine)
+    with pytest.raises(RuntimeError, match="1 of 3 engine parameters .*attn.qkv.weight"):
+        verify_sync(model, engine)
