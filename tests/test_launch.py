@@ -28,11 +28,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PYTHON = r"""#!/usr/bin/env bash
 case "$1 $2 ${3:-}" in
   "-m venv "*)
-    mkdir -p "$3/bin" "$3/lib/python3.11/site-packages"; cp "$0" "$3/bin/python"; echo venv >>"$LOG" ;;
+    mkdir -p "$3/bin" "$3/lib/python3.11/site-packages"; cp "$0" "$3/bin/python"
+    echo venv >>"$LOG" ;;
   "-m pip install")
     echo "${*:5}" >>"$LOG"
     if [[ ${PIP_WAITS_FOR:-} ]]; then until [[ -e $PIP_WAITS_FOR ]]; do sleep 0.02; done; fi
-    if [[ ${@: -1} == "${PIP_FAILS:-none}"* ]]; then echo "ERROR: ${PIP_SAYS:-no such thing}"; exit 1; fi
+    if [[ ${@: -1} == "${PIP_FAILS:-none}"* ]]; then
+      echo "ERROR: ${PIP_SAYS:-no such thing}"; exit 1
+    fi
     if [[ ${@: -1} == torch* ]]; then : >"$0.torch"; fi ;;
   "-m pip "*) echo "${@:3}" >>"$LOG" ;;
   *"tools/launch.py torchrun"*) printf 'torchrun %s\n' "${*:3}"; env ;;
@@ -141,7 +144,7 @@ class Machine:
 
 
 def other_python(change):
-    """A python3 in which something else holds: reads a file's functions with `change` made first."""
+    """A python3 in which something else holds: it makes `change` before it runs a file."""
     program = (
         f"import sys; {change}; sys.argv = sys.argv[1:]; "
         "exec(compile(open(sys.argv[0]).read(), sys.argv[0], 'exec'))"
@@ -398,16 +401,16 @@ def test_an_index_that_has_torch_is_printed_unless_pip_is_told_where_to_look(
 ):
     page = "<a href='torch-2.13.0-py3-none-any.whl'>torch-2.13.0-py3-none-any.whl</a>"
     server, url = pip_of(tmp_path, monkeypatch, page)
+    config = tmp_path / "pip.conf"
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
     with server:
+        config.write_text("[global]\ntimeout = 60\n")
         assert launch.index(url, "torch==2.13.0") == 0
         assert capfd.readouterr().out == url + "\n"
-        config = tmp_path / "pip.conf"
-        for setting in ("index-url", "extra-index-url", "find-links", "no-index"):
-            config.write_text(f"[global]\n{setting} = 1\n")
-            monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
-            assert launch.index(url, "torch==2.13.0") == 0
-            assert capfd.readouterr().out == "", setting
-        config.write_text("[global]\ntimeout = 60\n")
+        config.write_text("[global]\nextra-index-url = 1\n")
+        assert launch.index(url, "torch==2.13.0") == 0
+        assert capfd.readouterr().out == ""
+        config.write_text("")
         monkeypatch.setenv("PIP_NO_INDEX", "1")
         assert launch.index(url, "torch==2.13.0") == 0
         assert capfd.readouterr().out == "", "variables count like files"
@@ -424,7 +427,7 @@ def test_an_index_that_keeps_silent_is_given_up_in_time(tmp_path, monkeypatch, c
     assert capfd.readouterr().out == ""
 
 
-@pytest.mark.parametrize("machine_name", ["Darwin arm64", "Linux riscv64", "Darwin x86_64"])
+@pytest.mark.parametrize("machine_name", ["Darwin arm64", "Linux riscv64"])
 def test_where_vllm_has_no_build_the_run_goes_on_without_it(machine, machine_name):
     machine.stub("uname", UNAME.replace("MACHINE", machine_name))
     job = machine.run("grpo.py")
@@ -499,17 +502,29 @@ def test_an_environment_that_lacks_test_packages_alone_is_not_made_a_second_time
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ("[Errno 28] No space left on device", "the disk is full: make room"),
         ("Cannot connect to proxy.", "the proxy does not let pip through: see https_proxy"),
         ("Failed to establish a new connection", "the package index was not reached"),
         ("No matching distribution found for x", "the package index has no build for this Python"),
     ],
 )
-def test_a_known_cause_is_told_in_one_line(machine, message, words):
-    job = machine.run("grpo.py", PIP_FAILS="torch", PIP_SAYS=message)
+def test_a_known_cause_is_told_in_a_few_words(tmp_path, capsys, message, words):
+    log = tmp_path / "log"
+    log.write_text(
+        f"+ pip install a\nbefore: No space left on device\n+ pip install b\n{message}\n"
+    )
+    assert launch.cause(log) == 0
+    assert capsys.readouterr().out.startswith(words)
+    log.write_text(f"+ pip install a\n{message}\n+ pip install b\nsomething else\n")
+    assert launch.cause(log) == 1
+
+
+def test_a_full_disk_is_told_in_one_line(machine):
+    job = machine.run("grpo.py", PIP_FAILS="torch", PIP_SAYS="[Errno 28] No space left on device")
     assert job.returncode == 2
     assert job.err.splitlines()[-2] == "launch: installing torch==2.13.0"
-    assert job.err.splitlines()[-1].startswith(f"error: installing torch==2.13.0 failed: {words}")
+    assert job.err.splitlines()[-1].startswith(
+        "error: installing torch==2.13.0 failed: the disk is full: make room ("
+    )
 
 
 def test_a_checkout_that_cannot_be_written_is_told_in_one_line(machine):
