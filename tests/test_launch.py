@@ -349,8 +349,8 @@ def test_a_venv_that_somebody_else_made_is_used_or_refused_but_never_changed(mac
     job = machine.run("python", "-c", "")
     assert job.returncode == 2
     assert job.err.startswith(
-        f"error: {machine.clone}/.venv was not made by launch.sh and lacks torch==2.13.0 and 7 more; "
-        "remove it, or run: "
+        f"error: {machine.clone}/.venv was not made by launch.sh and lacks torch==2.13.0 "
+        "and 7 more; remove it, or run: "
     )
     (binaries / "python3").write_text(
         "#!/usr/bin/env bash\n[[ $1 == - ]] || echo mine\n"
@@ -373,7 +373,7 @@ def test_an_index_that_does_not_answer_is_named_with_the_variable_to_set(machine
 
 
 def pip_of(tmp_path, monkeypatch, answer=None):
-    """A stand-in index, and this Python's real pip without settings. Returns the index's address."""
+    """A stand-in index, its address, and this Python's real pip without settings."""
     for name in [name for name in os.environ if name.upper().startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -676,8 +676,8 @@ def test_several_machines_meet_at_the_first_one(machine):
     machine.ready()
     job = machine.run("grpo.py", NNODES="2", NODE_RANK="1", MASTER_ADDR="host0")
     assert (
-        "torchrun --nnodes 2 --node-rank 1 --master-addr host0 --master-port 29500 --nproc-per-node 1 "
-        in job.out
+        "torchrun --nnodes 2 --node-rank 1 --master-addr host0 --master-port 29500 "
+        "--nproc-per-node 1 " in job.out
     )
 
 
@@ -706,7 +706,8 @@ def test_a_rank_killed_by_a_signal_is_reported_since_it_could_not_speak(tmp_path
 def test_a_signal_to_the_launcher_reaches_the_ranks(tmp_path):
     script = tmp_path / "x.py"
     script.write_text(
-        "import signal, sys, time\nsignal.signal(15, lambda *a: sys.exit(print('saved', flush=True)))\n"
+        "import signal, sys, time\n"
+        "signal.signal(15, lambda *a: sys.exit(print('saved', flush=True)))\n"
         "print('up', flush=True)\ntime.sleep(60)"
     )
     job = run_here(script)
