@@ -150,7 +150,8 @@ if [[ $yours ]] || ! ready; then
   if [[ ! $yours && -e $venv && ! -e $venv/lock ]]; then yours=$venv; fi  # made without launch.sh
   active=$(command -v "${yours:+$yours/bin/}python3") || active=python3
   status=0
-  answer=$("$active" "$tool" lacking "$root" "$cpu_index" "${groups[@]}" 2>/dev/null) || status=$?
+  index=$(ready || echo "$cpu_index")  # for the command that is shown; a second start is quick
+  answer=$("$active" "$tool" lacking "$root" "$index" "${groups[@]}" 2>/dev/null) || status=$?
   lacking=${answer%%$'\n'*}
   add=${answer#*$'\n'}
   if ((status == 0)) && [[ $active != "$venv"/* || ! -e $venv/lock ]]; then
