@@ -75,6 +75,7 @@ case $kind-$(uname -sm) in
   gpu-* | cpu-"Linux x86_64" | cpu-"Linux aarch64") ;;
   *) no_vllm=${no_vllm:-"it has no build for $(uname -sm)"} ;;
 esac
+if [[ $kind == cpu && $root == *" "* ]]; then no_vllm=${no_vllm:-"$root has a space"}; fi  # its g++
 if [[ $no_vllm ]]; then
   groups=(base)
   say "vLLM is not installed ($no_vllm); where it is missing, Transformers samples"

@@ -62,7 +62,7 @@ class Machine:
     """A fresh clone on a machine whose commands are stubs."""
 
     def __init__(self, folder):
-        self.clone = folder / "a clone"
+        self.clone = folder / "clone"
         self.bin = folder / "bin"
         self.log = folder / "log"
         (self.clone / "tools").mkdir(parents=True)
@@ -439,6 +439,16 @@ def test_where_vllm_has_no_build_the_run_goes_on_without_it(machine, machine_nam
     assert not any("vllm" in package for package in machine.pip())
     assert (CPU_INDEX in machine.log.read_text()) == machine_name.startswith("Linux")
     assert "torchrun" in job.out
+
+
+def test_a_path_with_a_space_is_left_whole_and_vllm_out(machine, tmp_path):
+    """On a CPU vLLM hands its own path to ld.so and g++, which split it."""
+    machine.clone = machine.clone.rename(tmp_path / "a clone")
+    job = machine.run("grpo.py", "two words")
+    assert job.err.startswith(f"launch: vLLM is not installed ({machine.clone} has a space)")
+    assert "--nproc-per-node 1 grpo.py two words" in job.out
+    assert not any("vllm" in package for package in machine.pip())
+    assert (machine.clone / ".venv/installed-base").exists()
 
 
 def test_no_vllm_leaves_it_out_with_and_without_a_gpu(machine):
