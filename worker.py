@@ -74,19 +74,20 @@ def serve(connection: Connection, callables: Mapping[str, Callable] = {}) -> Non
         os._exit(0)
 
 
-class _Printed(io.TextIOBase):
+class _Printed(io.TextIOWrapper):
     """Writes to stderr, until MAX_PRINTED characters are written."""
 
     def __init__(self):
+        stderr = io.FileIO(2, "w", closefd=False)
+        super().__init__(stderr, errors="backslashreplace", write_through=True)
         self.left = MAX_PRINTED
 
     def write(self, text: str) -> int:
         if self.left > 0:
-            shown = text[: self.left]
+            super().write(text[: self.left])
             self.left -= len(text)
             if self.left <= 0:
-                shown += "\n(what reward functions of this worker print from here on is dropped)\n"
-            os.write(2, shown.encode(errors="backslashreplace"))
+                super().write("\n(what reward functions print from here on is dropped)\n")
         return len(text)
 
 
