@@ -12,22 +12,22 @@ group cannot be torn:
     rewards             1 1 1 1            0 0 0 1
     baseline group      0 0 0 0            -.25 -.25 -.25 .75        (GRPO without std = Dr. GRPO)
     / std (ddof 1)      0 0 0 0            -.5 -.5 -.5 1.5           (GRPO)
-    leave_one_out       0 0 0 0            -.33 -.33 -.33 1          (RLOO: baseline is the mean of the others)
+    leave_one_out       0 0 0 0            -.33 -.33 -.33 1          (RLOO: mean of the others)
     batch               .375 (x4)          -.625 (x3) .375           (REINFORCE with the batch mean)
 A group without spread gives exactly 0: its deviations are 0 before anything is divided.
 
 GAE runs backwards over the response tokens of each sequence in a packed row; masked tokens between
 two response tokens (a tool's output) are no transitions and are skipped. The value after the last
 response token is 0.
-    delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        return_t = A_t + V_t
+    delta_t = r_t + gamma V_{t+1} - V_t   A_t = delta_t + gamma lam A_{t+1}   return_t = A_t + V_t
     rewards 0 0 1, values 0, gamma 1, lam .5   ->   A = .25 .5 1
 
 Shapes: P prompts, G samples per prompt, N tokens in a row, S sequences in a row.
-What we give up: GAE is a host loop over the longest response, vectorised over sequences; a scan
-kernel would be faster for very long responses. For 512 responses of 1,024 tokens it takes some 50
-ms on one CPU core. Sources: Shao 2024 (GRPO, arXiv:2402.03300), Liu 2025 (Dr. GRPO,
-arXiv:2503.20783), Ahmadian 2024 (RLOO, arXiv:2402.14740), Schulman 2016 (GAE, arXiv:1506.02438, eq.
-16), Yu 2025 (DAPO, arXiv:2503.14476).
+What we give up: GAE is a host loop over the longest response, vectorised over sequences (512
+responses of 1,024 tokens: some 50 ms on one CPU core); a scan kernel would be faster.
+Sources: Shao 2024 (GRPO, arXiv:2402.03300), Liu 2025 (Dr. GRPO, arXiv:2503.20783), Ahmadian 2024
+(RLOO, arXiv:2402.14740), Schulman 2016 (GAE, arXiv:1506.02438, eq. 16), Yu 2025 (DAPO,
+arXiv:2503.14476).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -45,124 +45,153 @@ import torch.nn.functional as F
 from torch import Tensor
 
 T = TypeVar("T")
+Baseline = Literal["group", "leave_one_out", "batch"]
 
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    baseline: Literal["group", "leave_one_out", "batch"] = "group"
+    baseline: Baseline = "group"
     """What a reward is compared with: the mean of its group (GRPO), its siblings (RLOO) or the
-    batch (REINFORCE).
-    """
+    batch (REINFORCE)."""
     scale_by_std: bool = True
     """Divide by the standard deviation of the group (of the batch with baseline batch); off: Dr.
-    GRPO.
-    """
+    GRPO."""
     overlong_buffer: int = 0
-    """Responses in the last this many tokens before the limit lose up to overlong_weight of reward;
-    0: off.
-    """
+    """A response loses reward for each token that it has among the last this many before the limit;
+    0: off."""
     overlong_weight: float = 1.0
     """Reward lost by a response that reaches the limit."""
     mask_truncated: bool = False
-    """Leave truncated responses out of the loss; their group's statistics still count them."""
+    """Learn nothing from truncated responses; they still count in what their group is compared
+    with."""
 
     def __post_init__(self):
-        if self.overlong_buffer < 0 or self.overlong_weight < 0:
-            raise ValueError(
-                f"--advantage.overlong-buffer {self.overlong_buffer}, --advantage.overlong-weight "
-                f"{self.overlong_weight}: must be at least 0; buffer 0 switches the penalty off"
-            )
+        _check_baseline("--advantage.baseline", self.baseline)
+        for name in ("overlong_buffer", "overlong_weight"):
+            if not 0 <= getattr(self, name) < math.inf:
+                flag = f"--advantage.{name.replace('_', '-')} {getattr(self, name)}"
+                raise ValueError(f"{flag}: must be finite and at least 0 (no penalty)")
+
+
+def _check_baseline(name: str, value: str) -> None:
+    *others, last = get_args(Baseline)
+    if value not in (*others, last):
+        raise ValueError(f"{name} {value}: must be {', '.join(others)} or {last}")
 
 
 @dataclass(frozen=True)
 class GaeConfig:
     gamma: float = 1.0
-    """Discount per token; 1: none."""
+    """Discount per token: the smaller, the less a reward counts for the tokens long before it; 1:
+    none."""
     gae_lambda: float = 0.95
-    """1: returns less values, unbiased and noisy; 0: the critic's one-step errors, biased by it."""
+    """At 1 advantages are returns less values, unbiased and noisy; the smaller, the more they trust
+    the critic, down to its one-step errors at 0."""
     whiten: bool = True
     """Shift and scale the advantages of a batch to mean 0 and deviation 1, over all ranks."""
     kl_coef: float = 0.0
-    """Weight of the KL to the reference as a penalty in each token's reward (--loss.kl-coef: in the
-    loss); 0: off.
-    """
+    """Weight of the KL to the reference as a penalty in each token's reward; 0: off (--loss.kl-coef
+    puts the KL into the loss)."""
     kl_target: float = 0.0
     """Steer kl_coef so that this KL, in nats per token, comes out; 0: kl_coef is fixed."""
     kl_horizon: int = 10_000
-    """Responses over which kl_coef changes by at most about 20 % when it is steered."""
+    """Responses over which a steered kl_coef changes by at most 20 %: the larger, the slower."""
 
     def __post_init__(self):
-        if not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1):
-            raise ValueError(
-                f"--gae.gamma {self.gamma}, --gae.gae-lambda {self.gae_lambda}: must be in [0, 1]; try 1 and 0.95"
-            )
-        if (
-            min(self.kl_coef, self.kl_target) < 0
-            or self.kl_horizon < 1
-            or (self.kl_target and not self.kl_coef)
+        for name, holds, rule in (
+            ("gamma", 0 <= self.gamma <= 1, "in [0, 1]; try 1"),
+            ("gae_lambda", 0 <= self.gae_lambda <= 1, "in [0, 1]; try 0.95"),
+            ("kl_coef", 0 <= self.kl_coef < math.inf, "finite and at least 0 (off)"),
+            ("kl_coef", self.kl_coef or not self.kl_target, "above 0 with --gae.kl-target"),
+            ("kl_target", 0 <= self.kl_target < math.inf, "finite and at least 0 (off)"),
+            ("kl_horizon", self.kl_horizon >= 1, "at least 1; try 10000"),
         ):
-            raise ValueError(
-                f"--gae.kl-coef {self.kl_coef}, --gae.kl-target {self.kl_target}, --gae.kl-horizon {self.kl_horizon}: "
-                "at least 0, 0 and 1, and a target needs a coefficient to start from; try 0.05, 0.01 and 10000"
-            )
+            if not holds:
+                flag = f"--gae.{name.replace('_', '-')} {getattr(self, name)}"
+                raise ValueError(f"{flag}: must be {rule}")
 
 
 def group_advantages(
     rewards: Tensor,
     *,
-    baseline: Literal["group", "leave_one_out", "batch"] = "group",
+    baseline: Baseline = "group",
     scale_by_std: bool = True,
     epsilon: float = 1e-6,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """(reward - baseline) / (std + epsilon), [P, G] -> [P, G]; exactly 0 for a group whose rewards
-    are all equal.
+    """(reward - baseline) / (std + epsilon), [P, G] -> [P, G] fp32; exactly 0 for a group whose
+    rewards are all equal.
 
     std is the sample deviation (ddof 1). baseline "batch" takes mean and deviation over all prompts
     of all ranks of `group` (collective; P may differ between ranks and be 0). Raises ValueError for
-    G < 2 unless baseline is "batch".
+    G < 2 unless baseline is "batch", and for rewards that fp32 does not hold.
     """
-    num_prompts, group_size = rewards.shape
+    _check_baseline("baseline", baseline)
+    if rewards.ndim != 2:
+        raise ValueError(f"rewards {list(rewards.shape)}: must be [P, G], a line for each group")
+    group_size = rewards.shape[1]
     if group_size < 2 and baseline != "batch":
-        raise ValueError(
-            f"group size {group_size}: a group baseline needs at least 2 samples per prompt; try 8"
-        )
+        rule = "a group baseline needs at least 2 samples per prompt; try 8"
+        raise ValueError(f"group size {group_size}: {rule}")
+    too_large = rewards[~rewards.float().isfinite()]
+    if len(too_large):
+        raise ValueError(f"rewards {too_large.tolist()}: must be finite in fp32")
     if baseline == "batch":
+        rewards = rewards.double()
         mean, std = _global_mean_std(rewards, torch.ones_like(rewards, dtype=torch.bool), group)
-        return (rewards - mean) / (std + epsilon) if scale_by_std else rewards - mean
-    # Equal rewards must give exactly 0, and a mean of equal floats need not be that float: centre
-    # on the first sample.
-    shifted = rewards - rewards[:, :1]
-    deviations = shifted - shifted.mean(1, keepdim=True)
-    std = shifted.std(1, keepdim=True)
+        deviations = (rewards - mean).float()
+        std = std.float()
+    else:
+        shifted = _shifted(rewards)
+        deviations = shifted - shifted.mean(1, keepdim=True)
+        std = shifted.std(1, keepdim=True)
     if baseline == "leave_one_out":
         deviations = deviations * group_size / (group_size - 1)  # r - mean of the others
     return deviations / (std + epsilon) if scale_by_std else deviations
+
+
+def _shifted(rewards: Tensor) -> Tensor:
+    """Rewards [P, G] less the first of their group, fp32; exactly 0 where they are equal.
+
+    Not less the mean: a mean of equal floats need not be that float. In double, as 1e8 and 1e8 + 1
+    are one number in fp32. What weighted sums round differently (0.1 + 0.2 and 0.3) is equal.
+    """
+    exact = rewards.double()
+    shifted = exact - exact[:, :1]
+    rounding = 1e-14 * exact.abs().amax(1, keepdim=True).clamp(min=1)
+    return torch.where(shifted.abs() <= rounding, 0.0, shifted).float()
+
+
+def has_spread(rewards: Sequence[float]) -> bool:
+    """Whether a group's rewards [G] differ: False exactly where all its advantages are 0."""
+    return bool(_shifted(torch.tensor([rewards], dtype=torch.float64)).any())
 
 
 def _global_mean_std(
     x: Tensor, mask: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation (ddof 1) of x over mask and over the ranks of `group`; (0, 0) for
-    nothing.
-    """
+    nothing. Collective."""
     # Two passes: E[x^2] - E[x]^2 loses all digits when the mean is large against the spread.
-    total = torch.stack([torch.where(mask, x, 0.0).double().sum(), mask.sum().double()])
+    x = x if x.is_floating_point() else x.float()  # a mean of integers is none
+    sum_and_count = torch.stack([torch.where(mask, x, 0.0).double().sum(), mask.sum().double()])
+    total, count = _sum_over_ranks(sum_and_count, group)
+    mean = total / count.clamp(min=1)
+    squares = torch.where(mask, (x.double() - mean) ** 2, 0.0).sum()
+    variance = _sum_over_ranks(squares, group) / (count - 1).clamp(min=1)
+    return mean.to(x.dtype), variance.sqrt().to(x.dtype)
+
+
+def _sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    total = x.clone()
     if dist.is_initialized():
         dist.all_reduce(total, group=group)
-    count = total[1].clamp(min=1)
-    mean = total[0] / count
-    squares = torch.where(mask, (x.double() - mean) ** 2, 0.0).sum()
-    if dist.is_initialized():
-        dist.all_reduce(squares, group=group)
-    std = (squares / (count - 1).clamp(min=1)).sqrt()
-    return mean.to(x.dtype), std.to(x.dtype)
+    return total
 
 
 def whiten(x: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """(x - mean) / (std + 1e-8) over the masked entries of all ranks, 0 elsewhere: [N], [N] bool ->
-    [N]. Collective.
-    """
+    [N]. Collective."""
     mean, std = _global_mean_std(x, mask, group)
     return torch.where(mask, (x - mean) / (std + 1e-8), 0.0)
 
@@ -186,14 +215,14 @@ def token_rewards(
     rewards = torch.zeros_like(logprobs)
     if kl_coef:
         rewards = torch.where(response_mask, -kl_coef * (logprobs - ref_logprobs), 0.0)
+    lengths = cu_seqlens.diff().long()
+    num_tokens = len(logprobs)
     # The last response token of a sequence: none follows it before the next sequence begins.
     num_seen = response_mask.cumsum(0)
     num_at_end = num_seen[cu_seqlens[1:].long() - 1]  # [S]
-    at_end = num_at_end.repeat_interleave(cu_seqlens.diff().long(), output_size=len(logprobs))
-    score = scores.to(rewards.dtype).repeat_interleave(
-        cu_seqlens.diff().long(), output_size=len(logprobs)
-    )
-    return torch.where(response_mask & (num_seen == at_end), rewards + score, rewards)
+    is_last = num_seen == num_at_end.repeat_interleave(lengths, output_size=num_tokens)  # [N]
+    score = scores.to(rewards.dtype).repeat_interleave(lengths, output_size=num_tokens)
+    return torch.where(response_mask & is_last, rewards + score, rewards)
 
 
 def gae(
@@ -211,26 +240,29 @@ def gae(
     rewards [N], values [N] (value of the state before the token), response_mask [N] bool,
     cu_seqlens [S+1].
     """
+    rewards = rewards if rewards.is_floating_point() else rewards.float()
     num_live = [int(mask.sum()) for mask in response_mask.split(cu_seqlens.diff().tolist())]
-    # One row per sequence, padded, holds the response tokens alone: packed neighbours and masked
+    # A padded line for each sequence holds the response tokens alone: packed neighbours and masked
     # gaps are gone.
     column = torch.arange(max(num_live), device=rewards.device)
-    live = (
-        column[None] < torch.tensor(num_live, device=rewards.device)[:, None]
-    )  # [S, longest response]
-    r, v = (
-        rewards.new_zeros(live.shape).masked_scatter(live, x[response_mask].to(rewards))
-        for x in (rewards, values)
-    )
-    # Time first, so that a step reads contiguous memory. Behind a response all is 0, and so is what
-    # flows into it.
-    advantages = (
-        (r - v + gamma * F.pad(v, (0, 1))[:, 1:]).t().contiguous()
-    )  # deltas, until the loop has passed
+    live = column < torch.tensor(num_live, device=rewards.device)[:, None]  # [S, longest response]
+    r = rewards.new_zeros(live.shape).masked_scatter(live, rewards[response_mask])
+    v = rewards.new_zeros(live.shape).masked_scatter(live, values[response_mask].to(rewards))
+    deltas = r - v + gamma * F.pad(v, (0, 1))[:, 1:]
+    found = _scan(deltas.t().contiguous(), gamma * lam).t()
+    advantages = torch.zeros_like(rewards).masked_scatter(response_mask, found[live])  # [N]
+    return advantages, torch.where(response_mask, advantages + values, 0.0)
+
+
+def _scan(deltas: Tensor, decay: float) -> Tensor:
+    """A_t = delta_t + decay A_{t+1}: [T, S] -> [T, S]. Time first: a step reads contiguous memory.
+
+    Behind a response all deltas are 0, and so is what flows into it.
+    """
+    advantages = deltas.clone()
     for now, then in reversed(list(itertools.pairwise(advantages.unbind()))):
-        now.add_(then, alpha=gamma * lam)
-    out = torch.zeros_like(rewards).masked_scatter(response_mask, advantages.t()[live])
-    return out, torch.where(response_mask, out + values, 0.0)
+        now.add_(then, alpha=decay)
+    return advantages
 
 
 @torch.no_grad()
@@ -240,83 +272,85 @@ def estimate(
     kl_coef: float,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[list[list], dict[str, float]]:
-    """The same rows (of each minibatch) with the fields "advantages" and "returns" [N], and
-    statistics. Collective.
+    """The same rows (of each minibatch) with advantages and returns, and statistics. Collective.
 
     Rows are dataclasses with cu_seqlens [S+1] and the fields [N] response_mask, scores (of its
-    sequence, on each response token), values, rollout_logprobs, and with a kl_coef old_logprobs and
-    ref_logprobs (packing.PackedRow). Advantages are whitened over all rows of all ranks.
-    Statistics, over the same: critic/vf_explained_var, of values against Monte-Carlo returns
-    (lambda 1), unless all returns are equal; actor/reward_kl_penalty, k1 of KL(old|reference) in
-    nats per token, and its weight, with a kl_coef.
+    sequence, on each response token), values, and with a kl_coef old_logprobs and ref_logprobs
+    (packing.PackedRow). Advantages are whitened over all rows of all ranks. Statistics, over the
+    same: critic/vf_explained_var, of values against Monte-Carlo returns (lambda 1), unless all
+    returns are equal; actor/reward_kl_penalty, k1 of KL(old|reference) in nats per token, and its
+    weight, with a kl_coef.
     """
-    everything = list(itertools.chain.from_iterable(rows))
-    device, sizes = everything[0].tokens.device, [len(row.tokens) for row in everything]
-
-    def joined(name: str) -> Tensor:
-        return torch.cat([row.fields[name] for row in everything]).cpu()
-
-    # All rows at once and on the host: gae is a loop over tokens, and a GPU would launch a kernel
-    # for each.
-    offsets = itertools.accumulate(sizes, initial=0)
-    edges = [
-        row.cu_seqlens.cpu()[:-1] + start for row, start in zip(everything, offsets, strict=False)
-    ]
-    edges = torch.cat([*edges, torch.tensor([sum(sizes)], dtype=torch.int32)])
-    mask, values = joined("response_mask"), joined("values")
-    logprobs = joined("old_logprobs" if kl_coef else "rollout_logprobs")
-    ref_logprobs = joined("ref_logprobs") if kl_coef else logprobs
-    scores = joined("scores")[edges[1:].long() - 1]  # [S]
-    rewards = token_rewards(scores, logprobs, ref_logprobs, mask, edges, kl_coef=kl_coef)
+    flat = list(itertools.chain.from_iterable(rows))
+    mask = _joined(flat, "response_mask")
+    values = _joined(flat, "values")
+    logprobs = _joined(flat, "old_logprobs") if kl_coef else torch.zeros_like(values)
+    ref_logprobs = _joined(flat, "ref_logprobs") if kl_coef else logprobs
+    cu_seqlens = _joined_boundaries(flat)
+    scores = _joined(flat, "scores")[cu_seqlens[1:].long() - 1]  # [S]
+    rewards = token_rewards(scores, logprobs, ref_logprobs, mask, cu_seqlens, kl_coef=kl_coef)
     advantages, returns = gae(
-        rewards, values, mask, edges, gamma=config.gamma, lam=config.gae_lambda
+        rewards, values, mask, cu_seqlens, gamma=config.gamma, lam=config.gae_lambda
     )
-    # With values of 0 a return is a plain sum: A + V would round, and equal returns would not be
-    # equal.
-    monte_carlo, _ = gae(
-        rewards, torch.zeros_like(values), mask, edges, gamma=config.gamma, lam=1.0
-    )
-    explained, stats = explained_variance(values, monte_carlo, mask, group), {}
+    # With values of 0 a return is a plain sum: A + V would round, and equal returns would differ.
+    no_values = torch.zeros_like(values)
+    monte_carlo, _ = gae(rewards, no_values, mask, cu_seqlens, gamma=config.gamma, lam=1.0)
+    stats = {}
+    explained = explained_variance(values, monte_carlo, mask, group)
     if not math.isnan(explained):
         stats["critic/vf_explained_var"] = explained
     if kl_coef:
         kl, _ = _global_mean_std(logprobs - ref_logprobs, mask, group)
-        stats |= {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": kl_coef}
+        stats["actor/reward_kl_penalty"] = float(kl)
+        stats["actor/reward_kl_penalty_coeff"] = kl_coef
     if config.whiten:
         advantages = whiten(advantages, mask, group)
-    made = iter(
-        zip(advantages.to(device).split(sizes), returns.to(device).split(sizes), strict=True)
-    )
+    return _with_fields(rows, {"advantages": advantages, "returns": returns}), stats
 
-    def extended(row):
-        advantages, returns = next(made)
-        return dataclasses.replace(
-            row, fields=row.fields | {"advantages": advantages, "returns": returns}
-        )
 
-    return [[extended(row) for row in minibatch] for minibatch in rows], stats
+def _joined(rows: Sequence, name: str) -> Tensor:
+    """The field of all rows in one tensor, on the host: gae is a loop over tokens, and a GPU would
+    launch a kernel for each."""
+    return torch.cat([row.fields[name] for row in rows]).cpu()
+
+
+def _joined_boundaries(rows: Sequence) -> Tensor:
+    """cu_seqlens of the rows as if they were one row."""
+    lengths = torch.cat([row.cu_seqlens.diff() for row in rows]).cpu()
+    return F.pad(lengths.cumsum(0), (1, 0)).int()
+
+
+def _with_fields(rows: Sequence[Sequence], fields: dict[str, Tensor]) -> list[list]:
+    """The same rows (of each minibatch), each with its part of the joined fields."""
+    flat = list(itertools.chain.from_iterable(rows))
+    sizes = [len(row.tokens) for row in flat]
+    device = flat[0].tokens.device
+    for name, joined in fields.items():
+        parts = joined.to(device).split(sizes)
+        flat = [
+            dataclasses.replace(row, fields=row.fields | {name: part})
+            for row, part in zip(flat, parts, strict=True)
+        ]
+    made = iter(flat)
+    return [list(itertools.islice(made, len(minibatch))) for minibatch in rows]
 
 
 def explained_variance(
     values: Tensor, returns: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None
 ) -> float:
     """1 - Var(returns - values) / Var(returns) over the masked entries of all ranks: [N], [N], [N]
-    bool. Collective.
-
-    1: the values are the returns up to a constant; 0: no better than a constant; nan where all
-    returns are equal.
-    """
+    bool. Collective. 1: the values are the returns up to a constant; 0: no better than a constant;
+    nan: all returns are equal."""
     _, left = _global_mean_std(returns - values, mask, group)
     _, spread = _global_mean_std(returns, mask, group)
     return 1.0 - float(left / spread) ** 2 if spread > 0 else float("nan")
 
 
 class KlController:
-    """The weight of the KL penalty: fixed, or steered to a target by Ziegler's rule (as a Stateful,
-    to be resumed).
+    """The weight of the KL penalty: fixed, or steered to a target. It can be saved and resumed.
 
-    coef <- coef x (1 + clip(kl / target - 1, -0.2, 0.2) x responses / horizon). Source: Ziegler
-    2019 (arXiv:1909.08593), section 2.2.
+    coef <- coef x (1 + clip(kl / target - 1, -0.2, 0.2) x responses / horizon): Ziegler 2019
+    (arXiv:1909.08593), section 2.2.
     """
 
     def __init__(self, config: GaeConfig):
@@ -324,7 +358,7 @@ class KlController:
         self.coef = config.kl_coef
 
     def update(self, kl: float, num_responses: int) -> None:
-        """kl: nats per token, measured on num_responses responses; the same numbers on all ranks."""
+        """kl: nats per token, measured on num_responses responses; the same on all ranks."""
         if self.config.kl_target:
             error = min(0.2, max(-0.2, kl / self.config.kl_target - 1))
             # Beyond one horizon per step the rule would overshoot, and reach 0 at five.
@@ -339,33 +373,28 @@ class KlController:
 
 
 def overlong_penalty(lengths: Tensor, limit: int, *, buffer: int, weight: float) -> Tensor:
-    """0 up to limit - buffer tokens, then falling linearly to -weight at the limit; the shape of
-    `lengths`, fp32.
-
-    buffer 0: no penalty at all. Source: DAPO's soft overlong punishment, eq. 13.
-    """
+    """0 up to limit - buffer tokens, then falling to -weight at the limit (DAPO, eq. 13); fp32 in
+    the shape of `lengths`. buffer 0: no penalty at all."""
     if buffer == 0:
-        return torch.zeros(lengths.shape)
+        return torch.zeros(lengths.shape, device=lengths.device)
     return -weight * (lengths - (limit - buffer)).clamp(min=0) / buffer
 
 
 class AdvantageCache(Generic[T]):
-    """The advantages of one batch of rollouts, computed once and read by every epoch and minibatch.
+    """The advantages of one batch of rollouts, computed once for all epochs and minibatches.
 
-    It holds one entry. A new key evicts the old one, so a new batch of rollouts can never be
-    trained with the advantages of an earlier one, however often the loop asks.
+    It holds one entry, for loops of your own: a new key evicts the old one, so no batch is ever
+    trained with the advantages of another, however often the loop asks.
     """
 
     def __init__(self):
         self._key: Hashable = None
         self._value: T | None = None
-        self.num_computed = 0
 
     def get(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """compute() for a key not seen last time, else what it returned then. `None` is not a key."""
+        """compute() for a key not seen last time, else what it returned then. None is no key."""
         assert key is not None, "the cache needs the id of the rollout as its key"
         if key != self._key:
             self._value = compute()
             self._key = key
-            self.num_computed += 1
         return self._value

@@ -9,8 +9,10 @@ right costs N x N entries: 4 GiB at N = 65,536.
 
 How it works. One attention function, registered under one name, with two backends and no mask at
 all:
-    GPU   torch's variable-length kernel; cu_seqlens [S+1] on the device, the longest length on the host: no device sync
-    CPU   sequences of equal length are gathered into a batch: one causal scaled_dot_product_attention call per length
+    GPU   torch's variable-length kernel. cu_seqlens [S+1] is on the device and the longest length
+          on the host: no device sync.
+    CPU   sequences of equal length are gathered into a batch: one causal
+          scaled_dot_product_attention call per length.
           (a loop over slices of the row would make the backward quadratic in S)
 Boundaries travel as the model's own flash-attention keyword arguments (`cu_seq_lens_q`,
 `max_length_q`), so gradient checkpointing hands them to the recomputed forward as well. If they do
@@ -35,7 +37,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 NAME = "packed"
-SUITABLE = "a model of full or sliding-window attention (Llama, Qwen2, Qwen3, Mistral, Phi, OLMo, Gemma 1 and 3 work)"
+SUITABLE = (
+    "a model of full or sliding-window attention "
+    "(Llama, Qwen2, Qwen3, Mistral, Phi, OLMo, Gemma 1 and 3 work)"
+)
 
 
 def use_packed_attention(model: nn.Module) -> None:
@@ -56,7 +61,8 @@ def use_packed_attention(model: nn.Module) -> None:
     layer_types -= {"full_attention", "sliding_attention"}
     if layer_types or model._is_stateful or not model._supports_attention_backend:
         raise ValueError(
-            f"{type(model).__name__}: mixes tokens by {', '.join(sorted(layer_types)) or 'code of its own'}, which "
+            f"{type(model).__name__}: mixes tokens by "
+            f"{', '.join(sorted(layer_types)) or 'code of its own'}, which "
             f"would cross the sequences of a packed row; use {SUITABLE}"
         )
     AttentionInterface.register(NAME, packed_attention)
@@ -92,7 +98,8 @@ def packed_attention(
     """
     if cu_seq_lens_q is None:
         raise ValueError(
-            f"{type(module).__name__} got no cu_seq_lens_q: pass the row's cu_seqlens to the model's forward; a model "
+            f"{type(module).__name__} got no cu_seq_lens_q: pass the row's cu_seqlens to the "
+            "model's forward; a model "
             "class that drops keyword arguments cannot be trained on packed rows"
         )
     if (
@@ -102,7 +109,8 @@ def packed_attention(
         or query.shape[0] != 1
     ):
         raise ValueError(
-            f"{type(module).__name__}: packed attention takes one row without a mask, and has no soft-cap or attention "
+            f"{type(module).__name__}: packed attention takes one row without a mask, "
+            "and has no soft-cap or attention "
             f"sinks; use {SUITABLE}"
         )
     backend = _varlen_attention if query.is_cuda else _segment_attention

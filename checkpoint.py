@@ -72,7 +72,7 @@ class TrainState:
 
 
 class GeneratorState:
-    """The global generators of python, numpy and torch (and the GPU's) of this rank as a Stateful."""
+    """This rank's global generators of python, numpy, torch and the GPU, as an entry for save()."""
 
     def state_dict(self) -> dict[str, Any]:
         import numpy

@@ -1,4 +1,22 @@
-"""A Hugging Face directory: found, checked, written."""
+"""A Hugging Face directory: found, checked, written.
+
+The problem. A model is a directory that others have written: on the disk or on the Hub, with a
+config that may promise fewer positions than a run needs, and with files whose names follow from
+their number. What is wrong with it must show before memory is taken. What is written must load in
+Transformers and vLLM, and no rank has room for all of it.
+
+How it works.
+1. `find_model` takes a directory or a Hub name. The first rank of each host downloads; the others
+   then find the files in the cache. If one rank fails, all stop with its message.
+2. `memory_plan` reads the shapes in the files' headers, not the tensors.
+3. `export` takes full tensors in buckets (reshard.iter_full_params). Rank 0 writes them to files of
+   at most max_shard_bytes as they come:
+       part-00000, part-00001  ->  model-00001-of-00002, model-00002-of-00002, and their index
+   Config, tokenizer and generation config are copied; config.json states the new dtype.
+
+What we give up: other formats than safetensors; uploads.
+Source: the safetensors index format of Transformers.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +25,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -15,74 +33,67 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def find_model(name: str, longest: int, built_in: Callable[[], str], flag: str = "--model") -> str:
-    """The local directory of a model: `name` itself if it is one, else its snapshot from the Hub.
-    Collective.
+def find_model(name: str, longest: int, flag: str = "--model") -> str:
+    """The local directory of a model: `name` if it is one, else its snapshot from the Hub.
 
-    The name "built-in" is what built_in() returns on rank 0. Raises ValueError, which begins with
-    `flag`, for a directory without config.json, for a Hub name that cannot be fetched, and for a
-    model with fewer positions than `longest`, a prompt with its response.
+    Collective. Raises ValueError, which begins with `flag`, for a directory without config.json,
+    for a Hub name that cannot be fetched, and for a model with fewer positions than `longest`, the
+    tokens of a prompt with its response.
     """
-    if name == "built-in":
-        made = [built_in() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(made)
-        name = made[0]
-    if not Path(name).exists():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import (
-            HfHubHTTPError,
-            HFValidationError,
-            LocalEntryNotFoundError,
-        )
-
-        patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-        # The first rank of each host downloads, the others then find the files in the cache.
-        problems: list[str | None] = [None]
-        for turn in (True, False):
-            if (os.environ.get("LOCAL_RANK", "0") == "0") == turn:
-                try:
-                    name = snapshot_download(name, allow_patterns=patterns)
-                except (
-                    HfHubHTTPError,
-                    HFValidationError,
-                    LocalEntryNotFoundError,
-                    OSError,
-                ) as error:
-                    why = " ".join(str(error).split())  # on one line
-                    problems = [f"{flag} {name}: no such directory, and not on the Hub ({why})"]
-            if (
-                dist.is_initialized()
-            ):  # all ranks must stop together: those left behind would print tracebacks
-                mine, problems = problems[0], [None] * dist.get_world_size()
-                dist.all_gather_object(problems, mine)
-            if any(problems):
-                raise ValueError(next(filter(None, problems)))
-    if not (Path(name) / "config.json").exists():
-        raise ValueError(
-            f"{flag} {name}: has no config.json; give a Hugging Face model directory or a Hub name"
-        )
-    config = json.loads((Path(name) / "config.json").read_text())
+    path = name if Path(name).exists() else _fetch(name, flag)
+    config_file = Path(path) / "config.json"
+    if not config_file.exists():
+        advice = "give a Hugging Face model directory or a Hub name"
+        raise ValueError(f"{flag} {name}: has no config.json; {advice}")
+    config = json.loads(config_file.read_text())
     positions = config.get("max_position_embeddings", longest)
     if longest > positions and not config.get("rope_scaling"):
         lengths = "--data.max-prompt-tokens + --rollout.max-response-tokens"
-        advice = f"lower one of them; try {positions // 2} and {positions - positions // 2}"
-        raise ValueError(
-            f"{flag} {name}: has {positions} positions, {lengths} want {longest}; {advice}"
-        )
-    return name
+        half = positions // 2
+        advice = f"lower one of them; try {half} and {positions - half}"
+        has = f"has {positions} positions, {lengths} want {longest}"
+        raise ValueError(f"{flag} {name}: {has}; {advice}")
+    return path
 
 
-def find_critic(
-    name: str,
-    longest: int,
-    built_in: Callable[[], str],
-    flag: str,
-    policy_path: str,
-    *,
-    has_head: bool,
-) -> str:
-    """find_model for a critic or reward model, which must have the tokens of the policy at
-    policy_path; "" stays "".
+def _fetch(name: str, flag: str) -> str:
+    """The snapshot of `name` from the Hub. All ranks stop together if one of them fails."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    # The first rank of each host downloads, the others then find the files in the cache.
+    path, problem = _snapshot(name, flag) if is_first else ("", None)
+    _raise_any(problem)
+    if not is_first:
+        path, problem = _snapshot(name, flag)
+    _raise_any(problem)
+    return path
+
+
+def _snapshot(name: str, flag: str) -> tuple[str, str | None]:
+    """(directory, None), or ("", what is wrong)."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+    try:
+        return snapshot_download(name, allow_patterns=patterns), None
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        why = " ".join(str(error).split())  # on one line
+        return "", f"{flag} {name}: no such directory, and not on the Hub ({why})"
+
+
+def _raise_any(problem: str | None) -> None:
+    """ValueError on all ranks if there is a problem on one."""
+    problems = [problem]
+    if dist.is_initialized():
+        problems = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    for found in problems:
+        if found is not None:
+            raise ValueError(found)
+
+
+def find_critic(name: str, longest: int, flag: str, policy_path: str, *, has_head: bool) -> str:
+    """find_model for a critic or reward model, which must have the policy's tokens; "" stays "".
 
     has_head: it must be a sequence classifier with one label. Raises ValueError as find_model does.
     """
@@ -91,40 +102,39 @@ def find_critic(
 
     if not name:
         return ""
-    path = find_model(name, longest, built_in, flag)
+    path = find_model(name, longest, flag)
     labels = 0
     for file in Path(path).glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
-            if "score.weight" in tensors.keys():
+            if "score.weight" in list(tensors.keys()):
                 labels = tensors.get_slice("score.weight").get_shape()[0]
     if has_head and labels != 1:
-        raise ValueError(
-            f"{flag} {name}: is no sequence classifier with one label (score.weight [1, D])"
-        )
+        kind = "no sequence classifier with one label (score.weight [1, D])"
+        raise ValueError(f"{flag} {name}: is {kind}")
     theirs, ours = (AutoTokenizer.from_pretrained(p).get_vocab() for p in (path, policy_path))
     if theirs != ours:
-        raise ValueError(
-            f"{flag} {name}: has other tokens than the policy; they must share a tokenizer"
-        )
+        rule = "they must share a tokenizer"
+        raise ValueError(f"{flag} {name}: has other tokens than the policy; {rule}")
     return path
 
 
-def memory_plan(path: str, num_ranks: int, master_dtype: str, *, frozen_copies: int) -> str:
-    """What stays in a rank's memory while training the model at `path`, in GiB, as a line of text."""
+def memory_plan(path: str, master_dtype: str, frozen_copies: int) -> str:
+    """What stays in a rank's memory while training the model at `path`, in GiB, as a line."""
     from safetensors import safe_open
 
     num_parameters = 0
     for file in Path(path).glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
-            num_parameters += sum(
-                math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()
-            )
+            for name in list(tensors.keys()):
+                num_parameters += math.prod(tensors.get_slice(name).get_shape())
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     gib = num_parameters / num_ranks / 2**30
     master = 4 if master_dtype == "float32" else 2
     frozen = frozen_copies * (2 if torch.cuda.is_available() else 4)
     return (
-        f"{num_parameters / 1e6:.1f} M parameters on {num_ranks} ranks: weights {master * gib:.2f}, "
-        f"gradients {master * gib:.2f}, optimizer {2 * master * gib:.2f}, frozen models {frozen * gib:.2f} GiB a rank"
+        f"{num_parameters / 1e6:.1f} M parameters on {num_ranks} ranks: "
+        f"weights {master * gib:.2f}, gradients {master * gib:.2f}, "
+        f"optimizer {2 * master * gib:.2f}, frozen models {frozen * gib:.2f} GiB a rank"
     )
 
 
@@ -154,10 +164,10 @@ def save_safetensors(
     """
     from safetensors.torch import save_file
 
-    if not is_rank0():
+    if not _is_rank0():
         for _ in buckets:
             pass
-        barrier()
+        _barrier()
         return
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -181,7 +191,7 @@ def save_safetensors(
         total += tensor.nbytes
     flush()
     _name_files(out_dir, files, total)
-    barrier()
+    _barrier()
 
 
 def _name_files(out_dir: Path, files: list[list[str]], total: int) -> None:
@@ -210,13 +220,13 @@ def export(
     model at `path`.
     """
     save_safetensors(buckets, out_dir)
-    if is_rank0():
+    if _is_rank0():
         copy_model_files(path, out_dir, dtype)
         print(
             f"the trained model is in {out_dir}; curves, samples and metrics are beside it",
             flush=True,
         )
-    barrier()
+    _barrier()
 
 
 def copy_model_files(path: str | Path, out_dir: str | Path, dtype: torch.dtype) -> None:
@@ -235,10 +245,10 @@ def copy_model_files(path: str | Path, out_dir: str | Path, dtype: torch.dtype) 
     config_file.write_text(json.dumps(config, indent=2))
 
 
-def is_rank0() -> bool:
+def _is_rank0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def barrier() -> None:
+def _barrier() -> None:
     if dist.is_initialized():
         dist.barrier()

@@ -1,48 +1,47 @@
-"""Measurements of a run: weighted means over all ranks, exclusive timers, throughput, and where
-they go.
+"""Measurements of a step: weighted means over all ranks, exclusive timers, throughput.
 
 The problem. A metric is wrong in more ways than a loss: a mean of per-rank means, masked tokens
 counted, a device sync per value, a timer inside a timer counted twice, a "utilisation" that is a
 constant. Then two runs cannot be compared.
 
 How it works. `add(name, value, weight)` keeps sum(value x weight) and sum(weight), on the device if
-the value is there. `log` adds up both over all ranks, divides once, and writes one record: a
-console line, a line of metrics.jsonl, wandb if asked for.
-    rank 0: 3 tokens, mean 1.0     rank 1: 1 token, mean 2.0     ->     (3 x 1.0 + 1 x 2.0) / 4 = 1.25, not 1.5
+the value is there. `reduce` adds up both over all ranks and divides once:
+    rank 0: 3 tokens, mean 1.0
+    rank 1: 1 token, mean 2.0    ->  (3 x 1.0 + 1 x 2.0) / 4 = 1.25, not 1.5
 Timers are exclusive: a timer inside another stops the outer one, and what no timer covers is
-timing_s/other, so the phases add up to the step.
+timing_s/other, so the phases add up to the step. NaN stays NaN, also in a maximum.
 
-Five signals of throughput, all measured:
-    throughput/tokens_per_sec       prompt + response tokens of a step, each once, over its wall time, all ranks
-    throughput/rollout_latency_ms   wall time of sampling alone
-    memory/actor_gpu_util_pct       NVML utilisation sampled during the update (null under half a second)
-    memory/ref_gpu_util_pct         the same during the reference pass
-    communication/nccl_bw_gb        bus GB/s of a timed probe (comms.measure_bandwidth), null on one rank
-MFU is model FLOPs (6 x parameters x tokens + attention, no recomputation) over the dense bf16 peak
-of the device.
+Throughput counts what ran. `add_pass` books the FLOPs of a forward and backward where it is called:
+6 a weight and token (4 for a frozen weight), the head's at the positions it is applied to, none for
+the embedding, which is looked up; causal attention; nothing for activations computed again. MFU
+divides them by the step's time and the device's dense bf16 peak. Tokens per second divides the
+tokens of the latest rollout by the time since it began, so steps that reuse rollouts share them.
 
 What we give up: per-rank curves; a rank that is slow shows in timing_s/* only through the mean.
-Source: Chowdhery 2022 (PaLM, arXiv:2204.02311, appendix B) for MFU; verl's names.
+Attention counts as if no layer had a window. Source: Chowdhery 2022 (PaLM, arXiv:2204.02311,
+appendix B) for MFU; verl's names.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PEAK_FLOPS = {
+PEAK_FLOPS = {  # the first name that a device's name contains
+    "H100 PCIe": 756e12,
     "H100": 989e12,
     "H200": 989e12,
     "H20": 148e12,
@@ -51,339 +50,233 @@ PEAK_FLOPS = {
     "L40S": 362e12,
 }
 
+# torch 2.13 renamed it.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-@dataclass(frozen=True)
-class LogConfig:
-    wandb_project: str = ""
-    """Log to this wandb project as well; empty: off."""
-    samples_per_step: int = 4
-    """Responses written to samples.jsonl each step; 0: none."""
-    plot_every: int = 10
-    """Redraw curves.png every this many steps, and at the end; 0: never."""
-    mismatch_alarm: float = 0.1
-    """Warn once when rollout_corr/kl, the distance between sampler and trainer in nats per token,
-    exceeds this.
-    """
-    entropy_alarm: float = 0.01
-    """Warn once when actor/entropy falls below this many nats."""
-    zero_std_alarm: int = 5
-    """Warn once after this many steps in a row in which no group had any spread."""
 
-    def __post_init__(self):
-        if self.samples_per_step < 0 or self.plot_every < 0 or self.zero_std_alarm < 1:
-            raise ValueError(
-                f"--log.samples-per-step {self.samples_per_step}, --log.plot-every {self.plot_every}: 0 (off) or more; "
-                f"--log.zero-std-alarm {self.zero_std_alarm}: at least 1"
-            )
-        if self.wandb_project and importlib.util.find_spec("wandb") is None:
-            flag = f"--log.wandb-project {self.wandb_project}"
-            raise ValueError(f"{flag}: needs wandb; install it with: pip install wandb")
+class Entry(NamedTuple):
+    """What is known so far of one metric."""
+
+    value: float | Tensor  # sum, largest or smallest; of a mean the sum of value x weight
+    weight: float
 
 
 class Metrics:
-    """Collects a step's numbers and writes them; `log` is a collective, everything else is local
-    and needs no sync.
+    """Collects the numbers of a step; `reduce` is a collective, all else is local.
+
+    `add` does not wait for the device; a timer does, at both ends.
     """
 
-    def __init__(
-        self,
-        out_dir: str | Path,
-        config: LogConfig,
-        num_steps: int,
-        *,
-        first_step: int = 0,
-        settings=None,
-    ):
-        """Records from first_step on, left by a run that died after its last save, are dropped.
-        settings: for wandb.
-        """
-        self.out_dir = Path(out_dir)
-        self.config = config
-        self.num_steps = num_steps
-        self.is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
-        self._entries: dict[
-            tuple[str, str], tuple
-        ] = {}  # (name, reduction) -> (sum or extreme, weight)
+    def __init__(self):
+        self._entries: dict[tuple[str, str], Entry] = {}  # by (name, reduction)
         self._timers: list[str] = []
-        self._since = self._step_start = time.perf_counter()
-        self._device = _DeviceSampler()
-        self._alarms: set[str] = set()
-        self._steps_without_spread = 0
-        self._step_times: list[float] = []
-        self._wandb = None
-        if self.is_rank0:
-            self.out_dir.mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.jsonl", "samples.jsonl"):
-                _keep_before(self.out_dir / name, first_step)
-        if self.is_rank0 and config.wandb_project:
-            import wandb
-
-            self._wandb = wandb.init(
-                project=config.wandb_project, name=self.out_dir.name, config=settings
-            )
+        self._since = time.perf_counter()
+        self._rollout_tokens = 0.0  # of the latest step that sampled, over all ranks
+        self._rollout_s = 0.0  # since the step before it
+        self._costs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> Cost
+        self._device = _DeviceSampler(self._timers)
 
     def add(
         self, name: str, value: float | Tensor, weight: float = 1.0, reduction: str = "mean"
     ) -> None:
-        """One observation of `name`. How log() reduces them over ranks: "mean" by `weight`, "sum",
-        "max" or "min".
-        """
+        """One observation of `name`. reduction: "mean" (by `weight`), "sum", "max" or "min"."""
         if reduction == "mean" and weight == 0:
             return  # a row without response tokens
-        value = value.detach() if isinstance(value, Tensor) else value
-        if reduction == "mean":
-            value = value * weight
-        old, old_weight = self._entries.get((name, reduction), (None, 0.0))
-        if old is None:
-            merged = value
-        elif reduction in ("mean", "sum"):
-            merged = old + value
-        elif isinstance(value, Tensor):
-            merged = torch.maximum(old, value) if reduction == "max" else torch.minimum(old, value)
-        else:
-            merged = max(old, value) if reduction == "max" else min(old, value)
-        self._entries[name, reduction] = (merged, old_weight + weight)
+        if isinstance(value, Tensor):
+            # Sums in 16 bits would stand still.
+            value = value.detach().to(torch.promote_types(value.dtype, torch.float32))
+        # A new tensor in any case: the caller may go on writing to its own.
+        value = value * (weight if reduction == "mean" else 1)
+        old = self._entries.get((name, reduction))
+        if old is not None:
+            value = _merge(old.value, value, reduction)
+            weight += old.weight
+        self._entries[name, reduction] = Entry(value, weight)
 
     def update(
         self, stats: Mapping[str, float | Tensor], weight: float = 1.0, prefix: str = ""
     ) -> None:
         """add() for each entry; a name that ends in _max or _min is reduced that way."""
         for name, value in stats.items():
-            reduction = name.rpartition("_")[2]
-            self.add(
-                prefix + name, value, weight, reduction if reduction in ("max", "min") else "mean"
-            )
+            ending = name.rpartition("_")[2]
+            reduction = ending if ending in ("max", "min") else "mean"
+            self.add(prefix + name, value, weight, reduction)
 
     def add_group(self, source: str, rewards: list[float], rollouts: Sequence) -> None:
-        """The samples of one prompt as they came, before any filter, penalty or mask; `source`
-        names its data set.
-        """
-        lengths = [len(r.response_ids) for r in rollouts]
+        """The samples of a prompt of data set `source`, before any filter, penalty or mask."""
+        lengths = [len(rollout.response_ids) for rollout in rollouts]
+        num_truncated = len([rollout for rollout in rollouts if rollout.truncated])
         num_prompt = len(rollouts[0].prompt_ids)
         mean = sum(rewards) / len(rewards)
-        spread = torch.tensor(rewards).std(correction=0).item()
-        self.update({"mean": mean, f"{source}/mean": mean}, prefix="reward/")
+        self.add("reward/mean", mean)
+        self.add(f"reward/{source}/mean", mean)
         if len(rewards) > 1:
-            self.update(
-                {"std": spread, "frac_zero_std": float(max(rewards) == min(rewards))},
-                prefix="reward/",
-            )
+            # Flat exactly where advantages are 0: sums in another order round differently.
+            rounding = 1e-14 * max(1.0, *map(abs, rewards))
+            is_flat = all(abs(reward - rewards[0]) <= rounding for reward in rewards)
+            self.add("reward/std", torch.tensor(rewards).std(correction=0).item())
+            self.add("reward/frac_zero_std", 1.0 if is_flat else 0.0)
         self.add("prompt_length/mean", num_prompt)
         self.add("prompt_length/max", num_prompt, reduction="max")
         self.add("response_length/mean", sum(lengths) / len(lengths))
         self.add("response_length/max", max(lengths), reduction="max")
         self.add("response_length/min", min(lengths), reduction="min")
-        self.add("response_length/clip_ratio", sum(r.truncated for r in rollouts) / len(rollouts))
+        self.add("response_length/clip_ratio", num_truncated / len(rollouts))
         self.add("throughput/num_tokens", num_prompt + sum(lengths), reduction="sum")
 
-    def add_layout(
-        self,
-        models: Sequence[torch.nn.Module],
-        sequences: Sequence,
-        rows: Sequence,
-        capacity: int,
-        num_epochs: int,
-    ) -> None:
-        """How full the rows of all minibatches are, and the FLOPs of the models that they update,
-        on this rank.
-        """
-        for model in models:
-            config, size = (
-                model.config.get_text_config(),
-                sum(p.numel() for p in model.parameters()),
-            )
-            shape = size, config.num_hidden_layers, config.hidden_size
-            flops = model_flops(*shape, [len(s["tokens"]) for s in sequences])
-            self.add("perf/model_flops", num_epochs * flops, reduction="sum")
-        for row in (row for minibatch in rows for row in minibatch):
-            used = len(row.tokens) if row.source else 0
-            self.add("packing/efficiency", used / max(capacity, used), max(capacity, used))
+    def add_layout(self, rows: Sequence[Sequence], capacity: int) -> None:
+        """How full this rank's rows of all minibatches are."""
+        for minibatch in rows:
+            for row in minibatch:
+                used = len(row.tokens) if row.source else 0
+                room = max(capacity, used)
+                self.add("packing/efficiency", used / room, room)
 
-    def write_samples(
-        self,
-        step: int,
-        groups: Sequence,
-        decode: Callable[[Tensor], str],
-        advantages: Tensor | None = None,
-    ) -> None:
-        """Append a response of each of the first groups, with its advantage of [P, G], to
-        samples.jsonl on rank 0.
-        """
-        if self.is_rank0:
-            with open(self.out_dir / "samples.jsonl", "a", encoding="utf-8") as file:
-                for i, group in enumerate(groups[: self.config.samples_per_step]):
-                    sample = dict(
-                        step=step,
-                        prompt=group.prompt.text,
-                        response=decode(group.rollouts[0].response_ids),
-                    )
-                    sample |= dict(answer=group.prompt.answer, reward=group.rewards[0])
-                    sample |= {} if advantages is None else dict(advantage=float(advantages[i, 0]))
-                    file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+    def add_pass(self, model: torch.nn.Module, row) -> None:
+        """One forward and backward of `model` over a packed row, where it is made."""
+        if not row.source:
+            return  # filler
+        if model not in self._costs:
+            self._costs[model] = pass_cost(model)
+        cost = self._costs[model]
+        lengths = row.cu_seqlens.diff().double()  # on the device: nobody waits
+        flops = cost.token * lengths.sum() + cost.pair * lengths.square().sum()
+        self.add("perf/model_flops", flops + cost.scored * row.num_response_tokens, reduction="sum")
 
     @contextlib.contextmanager
     def timer(self, name: str) -> Iterator[None]:
-        """Adds the wall time inside, less that of inner timers, to timing_s/name; waits for the
-        device at both ends.
-        """
-        self._switch()
+        """Books the wall time inside, less that of inner timers; waits for the device."""
+        self._book()
         self._timers.append(name)
-        start = time.perf_counter()
-        yield
-        self._switch()
-        self._timers.pop()
-        self._device.record(name, start, time.perf_counter())
+        finished = False
+        try:
+            yield
+            finished = True
+        finally:
+            self._book(wait=finished)  # after an exception, what is waited for may never come
+            self._timers.pop()
 
-    def _switch(self) -> None:
-        """Book the time since the last switch on the running timer."""
-        if torch.cuda.is_available():
+    def _book(self, wait: bool = True) -> None:
+        """The time since the last call goes to the running timer."""
+        if wait and torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()
         name = self._timers[-1] if self._timers else "other"
         self.add(f"timing_s/{name}", now - self._since, reduction="sum")
         self._since = now
 
-    def log(self, step: int) -> dict[str, float | None]:
-        """The reduced record of this step, written on rank 0; clears everything for the next step.
-        Collective.
-        """
-        self._switch()
-        step_s, self._step_start = self._since - self._step_start, self._since
-        self.add("timing_s/step", step_s, reduction="sum")
-        for phase, gb in self._device.max_memory_gb().items():
-            self.add(f"perf/max_memory_gb{phase and '/'}{phase}", gb, reduction="max")
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        self.add("perf/host_memory_gb", pages * os.sysconf("SC_PAGE_SIZE") / 2**30, reduction="max")
-        if torch.cuda.is_available():
-            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            self.add("perf/cached_memory_gb", cached / 2**30, reduction="max")
-        record = self._reduce()
-        for phase, name in (("update", "actor"), ("ref_logprobs", "ref")):
-            record[f"memory/{name}_gpu_util_pct"] = self._device.mean_utilization(phase)
-        self._device.clear()
-        self._derive(record, step_s)
+    def reduce(self) -> dict[str, float | None]:
+        """The record of the step since the last call, the same on all ranks. Collective."""
+        self._book()
+        self._add_memory()
+        record = _merge_ranks(_gather_entries(_to_host(self._entries)))
+        times = [value for name, value in record.items() if name.startswith("timing_s/")]
+        record["timing_s/step"] = sum(times)
+        self._derive(record)
         self._entries.clear()
-        if self.is_rank0:
-            self._step_times.append(step_s)
-            self._write(step, record)
+        self._device.clear()
         return record
 
-    def _reduce(self) -> dict[str, float | None]:
-        values = [
-            torch.as_tensor(value, dtype=torch.float64) for value, _ in self._entries.values()
-        ]
-        on_device = [v for v in values if v.is_cuda]
-        moved = iter(torch.stack(on_device).tolist()) if on_device else iter(())  # one copy for all
-        pairs = zip(self._entries.items(), values, strict=True)
-        local = {
-            key: (next(moved) if v.is_cuda else v.item(), weight) for (key, (_, weight)), v in pairs
-        }
-        gathered = [local]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            gathered = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, local)
-        record = {}
-        for key in dict.fromkeys(key for ranks in gathered for key in ranks):
-            name, reduction = key
-            entries = [ranks[key] for ranks in gathered if key in ranks]
-            if reduction in ("max", "min"):
-                record[name] = (max if reduction == "max" else min)(value for value, _ in entries)
-            elif reduction == "mean":
-                record[name] = sum(value for value, _ in entries) / sum(
-                    weight for _, weight in entries
-                )
-            else:
-                # Times are means over ranks, so that the phases still add up to the step; counts
-                # are totals.
-                scale = len(gathered) if name.startswith("timing_s/") else 1
-                record[name] = sum(value for value, _ in entries) / scale
-        return record
-
-    def _derive(self, record: dict, step_s: float) -> None:
+    def _derive(self, record: dict[str, float | None]) -> None:
         """Quotients that are only right after the reduction."""
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        tokens = record.pop("throughput/num_tokens", None)
-        if tokens is not None:
-            record["throughput/tokens_per_sec"] = tokens / step_s
-            record["perf/tokens_per_sec_per_gpu"] = tokens / step_s / world
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        step_s = record["timing_s/step"]
+        if "throughput/num_tokens" in record:
+            self._rollout_tokens = record.pop("throughput/num_tokens")
+            self._rollout_s = 0.0
+        self._rollout_s += step_s
+        if self._rollout_tokens:
+            tokens_per_sec = self._rollout_tokens / self._rollout_s
+            record["throughput/tokens_per_sec"] = tokens_per_sec
+            record["perf/tokens_per_sec_per_gpu"] = tokens_per_sec / num_ranks
+        for signal in ("memory/actor_gpu_util_pct", "memory/ref_gpu_util_pct"):
+            record.setdefault(signal, None)
         record.setdefault("communication/nccl_bw_gb", None)  # there is no bandwidth on one rank
         flops = record.pop("perf/model_flops", None)
         peak = peak_flops()
         if flops is not None:
-            record["perf/mfu"] = flops / step_s / peak / world if peak else None
+            record["perf/mfu"] = flops / step_s / peak / num_ranks if peak else None
         if "timing_s/rollout" in record:
             record["throughput/rollout_latency_ms"] = 1000 * record["timing_s/rollout"]
         square = record.pop("rollout_corr/is_square_mean", None)
         if square:
             record["rollout_corr/ess"] = record["rollout_corr/is_weight_mean"] ** 2 / square
 
-    def _write(self, step: int, record: dict) -> None:
-        with open(self.out_dir / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"step": step, **record}) + "\n")
-        if self._wandb is not None:
-            self._wandb.log(record, step=step)
-        print(self._console_line(step, record), flush=True)
-        for name, message in self._find_alarms(record):
-            if name not in self._alarms:
-                self._alarms.add(name)
-                print(f"warning: {message}", flush=True)
-        last = step == self.num_steps - 1
-        if last and self._wandb is not None:
-            self._wandb.finish()
-        if self.config.plot_every and (
-            last or step % self.config.plot_every == self.config.plot_every - 1
-        ):
-            plot(self.out_dir / "metrics.jsonl", self.out_dir / "curves.png")
-
-    def _console_line(self, step: int, record: dict) -> str:
-        recent = sorted(self._step_times[-20:])
-        left = recent[len(recent) // 2] * (self.num_steps - step - 1)
-        shown = [f"step {step + 1:>4}/{self.num_steps}"]
-        for label, name, form in (
-            ("reward", "reward/mean", "{:.3f}"),
-            ("eval", "eval/reward", "{:.3f}"),
-            ("length", "response_length/mean", "{:.1f}"),
-            ("entropy", "actor/entropy", "{:.3f}"),
-            ("kl", "actor/ppo_kl", "{:.5f}"),
-            ("grad", "actor/grad_norm", "{:.3f}"),
-            ("tok/s", "throughput/tokens_per_sec", "{:.0f}"),
-        ):
-            if record.get(name) is not None:
-                shown.append(f"{label} {form.format(record[name])}")
-        return "  ".join([*shown, f"{record['timing_s/step']:.2f} s", f"left {left / 60:.1f} min"])
-
-    def _find_alarms(self, record: dict) -> Iterator[tuple[str, str]]:
-        kl = record.get("rollout_corr/kl", 0.0)
-        if kl > self.config.mismatch_alarm:
-            yield (
-                "mismatch",
-                f"sampler and trainer differ by {kl:.3f} nats per token; run once with --verify-sync",
-            )
-        entropy = record.get("actor/entropy", math.inf)
-        if entropy < self.config.entropy_alarm:
-            yield (
-                "entropy",
-                f"entropy is down to {entropy:.4f} nats; try --loss.entropy-coef or more --loss.clip-high",
-            )
-        if (flat := record.get("reward/frac_zero_std")) is not None:
-            self._steps_without_spread = self._steps_without_spread + 1 if flat == 1.0 else 0
-        if self._steps_without_spread >= self.config.zero_std_alarm:
-            yield (
-                "spread",
-                f"no group had any spread for {self._steps_without_spread} steps: too easy, or too hard",
-            )
+    def _add_memory(self) -> None:
+        for phase, gb in self._device.max_memory_gb().items():
+            name = f"perf/max_memory_gb/{phase}" if phase else "perf/max_memory_gb"
+            self.add(name, gb, reduction="max")
+        for phase, name in (("update", "actor"), ("ref_logprobs", "ref")):
+            busy_pct = self._device.mean_utilization(phase)
+            if busy_pct is not None:
+                self.add(f"memory/{name}_gpu_util_pct", busy_pct)
+        num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        resident_bytes = num_pages * os.sysconf("SC_PAGE_SIZE")
+        self.add("perf/host_memory_gb", resident_bytes / 2**30, reduction="max")
+        if torch.cuda.is_available():
+            cached_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            self.add("perf/cached_memory_gb", cached_bytes / 2**30, reduction="max")
 
 
-def _keep_before(file: Path, step: int) -> None:
-    """Keep the JSON lines whose "step" is below `step`; the last line may have been cut by a crash."""
-    # Not splitlines(): a sample's text may hold other line breaks, such as U+2028.
-    *lines, _ = file.read_text(encoding="utf-8").split("\n") if file.exists() else [""]
-    kept = [line for line in lines if json.loads(line)["step"] < step]
-    file.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+def _merge(old: float | Tensor, new: float | Tensor, reduction: str) -> float | Tensor:
+    if reduction in ("mean", "sum"):
+        return old + new
+    if not isinstance(old, Tensor) and not isinstance(new, Tensor):
+        return _extreme([old, new], reduction)
+    like = new if isinstance(new, Tensor) else old
+    pick = torch.maximum if reduction == "max" else torch.minimum
+    return pick(torch.as_tensor(old).to(like), torch.as_tensor(new).to(like))
 
 
-def total(x: Tensor) -> float:
-    """The sum of the scalar x over all ranks, which is added in place. Collective."""
+def _extreme(values: list[float], reduction: str) -> float:
+    """The largest or smallest; NaN if one is, wherever it stands."""
+    if any(math.isnan(value) for value in values):
+        return math.nan
+    return max(values) if reduction == "max" else min(values)
+
+
+def _to_host(entries: Mapping[tuple[str, str], Entry]) -> dict[tuple[str, str], Entry]:
+    """The entries with plain floats, after one copy from the device for all of them."""
+    on_device = [key for key, entry in entries.items() if getattr(entry.value, "is_cuda", False)]
+    moved = {}
+    if on_device:
+        values = torch.stack([entries[key].value.double() for key in on_device]).tolist()
+        moved = dict(zip(on_device, values, strict=True))
+    found = {}
+    for key, entry in entries.items():
+        found[key] = Entry(moved[key] if key in moved else float(entry.value), entry.weight)
+    return found
+
+
+def _gather_entries(mine: dict) -> list[dict]:
+    """`mine` of each rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    per_rank = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(per_rank, mine)
+    return per_rank
+
+
+def _merge_ranks(per_rank: list[dict[tuple[str, str], Entry]]) -> dict[str, float | None]:
+    record = {}
+    keys = dict.fromkeys(key for entries in per_rank for key in entries)
+    for name, reduction in keys:
+        found = [entries[name, reduction] for entries in per_rank if (name, reduction) in entries]
+        values = [entry.value for entry in found]
+        if reduction in ("max", "min"):
+            record[name] = _extreme(values, reduction)
+        elif reduction == "mean":
+            record[name] = sum(values) / sum(entry.weight for entry in found)
+        elif name.startswith("timing_s/"):
+            record[name] = sum(values) / len(per_rank)  # so that phases still add up to the step
+        else:
+            record[name] = sum(values)
+    return record
+
+
+def total(x: Tensor | float) -> float:
+    """The sum of the scalar x over all ranks. Collective."""
+    x = x.detach().clone() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(x)
     return x.item()
@@ -397,106 +290,111 @@ def peak_flops() -> float | None:
     return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
 
 
-def model_flops(
-    num_parameters: int, num_layers: int, hidden_size: int, lengths: list[int]
-) -> float:
-    """FLOPs of forward and backward over sequences of `lengths`: 6 x parameters x tokens + causal
-    attention.
+class Cost(NamedTuple):
+    """FLOPs of a forward and backward."""
+
+    token: float  # for each token
+    scored: float  # for each token that the head is applied to
+    pair: float  # for each square of a sequence's length
+
+
+def pass_cost(model: torch.nn.Module) -> Cost:
+    """What a Transformers model costs, by its weights and config."""
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = config.num_attention_heads * head_dim
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    token = 0
+    scored = 0
+    for weight in model.parameters():
+        flops = weight.numel() * (6 if weight.requires_grad else 4)
+        if head is not None and weight is head.weight:
+            scored += flops
+        elif weight is not embedding.weight:
+            token += flops
+    # 2 products of 2 x width x length a token, three times (backward counts twice), half of it.
+    return Cost(token, scored, 6 * config.num_hidden_layers * width)
+
+
+def measure_bandwidth(num_bytes: int, group: dist.ProcessGroup | None = None) -> float:
+    """Bus GB/s of a reduce-scatter of num_bytes in fp32, as of gradients; NaN on one rank.
+
+    What a rank must send whatever the algorithm, bytes * (W - 1) / W, over the time on the slowest
+    rank, median of five after two to warm up.
     """
-    attention = 6 * num_layers * hidden_size * sum(length * length for length in lengths)
-    return 6 * num_parameters * sum(lengths) + attention
+    num_ranks = dist.get_world_size(group)
+    if num_ranks == 1:
+        return float("nan")
+    device = "cuda" if "nccl" in dist.get_backend_config(group) else "cpu"
+    chunk = torch.zeros(max(1, num_bytes // 4 // num_ranks), device=device)
+    full = torch.zeros(num_ranks * len(chunk), device=device)
+    times = []
+    for _ in range(7):
+        elapsed = torch.zeros(1, device=device)
+        dist.all_reduce(elapsed, group=group)  # so that all start together
+        start = time.perf_counter() + elapsed.item()
+        reduce_scatter(chunk, full, group=group)
+        if elapsed.is_cuda:
+            torch.cuda.synchronize()
+        elapsed += time.perf_counter() - start
+        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX, group=group)
+        times.append(elapsed.item())
+    median = sorted(times[2:])[2]
+    return (num_ranks - 1) * chunk.nbytes / median / 1e9
 
 
 class _DeviceSampler:
-    """NVML utilisation and memory in use of this rank's GPU, sampled in a thread every 50 ms; no
-    GPU or NVML: none.
-    """
+    """NVML utilisation and memory of this rank's GPU, by a thread every 50 ms; or none."""
 
-    def __init__(self):
-        self._samples: list[tuple[float, float, float]] = []  # time, per cent, GiB
-        self._spans: list[tuple[str, float, float]] = []
+    def __init__(self, phases: list[str]):
+        """phases: the names of the timers that run, kept up to date by its owner."""
+        self._phases = phases
+        self._samples: list[tuple[tuple[str, ...], float, float]] = []  # phases, per cent, GiB
         if not torch.cuda.is_available() or importlib.util.find_spec("pynvml") is None:
             return
         import pynvml
 
-        pynvml.nvmlInit()
-        # By UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's.
-        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        try:
+            pynvml.nvmlInit()
+            # By UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's.
+            uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            self._read(pynvml, handle)
+        except pynvml.NVMLError as error:  # parts of a GPU (MIG), drivers that hide UUIDs
+            warnings.warn(f"no utilisation or memory of the GPU: {error}", stacklevel=3)
+            return
+        arguments = (weakref.ref(self), pynvml, handle)
+        threading.Thread(target=_keep_reading, args=arguments, daemon=True).start()
 
-        def sample() -> None:
-            while True:
-                # Of the device: torch still counts what a sleeping engine has given back as
-                # allocated.
-                used_gb = pynvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30
-                busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
-                self._samples.append((time.perf_counter(), busy, used_gb))
-                time.sleep(0.05)
-
-        threading.Thread(target=sample, daemon=True).start()
-
-    def record(self, name: str, start: float, end: float) -> None:
-        self._spans.append((name, start, end))
+    def _read(self, pynvml, handle) -> None:
+        # Of the device: torch still counts what a sleeping engine has given back as allocated.
+        used_gb = pynvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30
+        busy_pct = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
+        self._samples.append((tuple(self._phases), busy_pct, used_gb))
 
     def max_memory_gb(self) -> dict[str, float]:
         """The most in use in each phase that was sampled, and under "" in all of the step."""
         found: dict[str, float] = {}
-        for t, _, gb in list(self._samples):
-            for name in ("", *(n for n, start, end in self._spans if start <= t <= end)):
-                found[name] = max(gb, found.get(name, 0.0))
+        for phases, _, used_gb in list(self._samples):
+            for name in ("", *phases):
+                found[name] = max(used_gb, found.get(name, 0.0))
         return found
 
     def mean_utilization(self, name: str) -> float | None:
-        """Mean per cent inside the phases called `name`; None if they lasted under half a second
-        together.
-        """
-        spans = [(start, end) for n, start, end in self._spans if n == name]
-        values = [
-            value
-            for t, value, _ in list(self._samples)
-            if any(start <= t <= end for start, end in spans)
-        ]
-        if sum(end - start for start, end in spans) < 0.5 or not values:
-            return None
-        return sum(values) / len(values)
+        """Mean per cent inside the phases called `name`; None under half a second together."""
+        values = [busy_pct for phases, busy_pct, _ in list(self._samples) if name in phases]
+        return sum(values) / len(values) if len(values) >= 10 else None
 
     def clear(self) -> None:
         self._samples.clear()
-        self._spans.clear()
 
 
-def plot(metrics_file: Path, out_file: Path) -> None:
-    """Draw the curves of a metrics.jsonl as one picture (nothing where matplotlib is not
-    installed).
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    records = [json.loads(line) for line in Path(metrics_file).read_text().splitlines()]
-    panels = [
-        ("reward", ["reward/mean", "eval/reward"]),
-        ("response length [tokens]", ["response_length/mean"]),
-        ("entropy [nats]", ["actor/entropy"]),
-        ("KL [nats]", ["actor/ppo_kl", "actor/kl_loss", "rollout_corr/kl"]),
-        ("gradient norm", ["actor/grad_norm"]),
-        ("tokens/s", ["throughput/tokens_per_sec"]),
-    ]
-    figure, axes = plt.subplots(2, 3, figsize=(14, 7))
-    for axis, (title, names) in zip(axes.flat, panels, strict=True):
-        for name in names:
-            points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
-            if points:
-                axis.plot(
-                    *zip(*points, strict=True), label=name, marker="." if len(points) < 30 else ""
-                )
-        axis.set(title=title, xlabel="step")
-        axis.grid(alpha=0.3)
-        if axis.lines:
-            axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(out_file, dpi=90)
-    plt.close(figure)
+def _keep_reading(owner: weakref.ref, pynvml, handle) -> None:
+    while (sampler := owner()) is not None:
+        try:
+            sampler._read(pynvml, handle)
+        except pynvml.NVMLError:
+            return
+        del sampler  # else the owner would live as long as this thread
+        time.sleep(0.05)

@@ -15,8 +15,9 @@ How it works.
    fp32; the optimizer updates the fp32 shard. bf16 master weights lose small updates: 0.02 - 1e-6
    rounds back to 0.02.
 5. The residual stream, to which every layer adds, stays in fp32. In bf16 each of its 2 L sums
-   would round what all layers before have found: 256 + 0.5 = 256. The sampler does so too
-   (rollout.py); SmolLM2's differ by a third less.
+   would round what all layers before have found: 256 + 0.5 = 256. vLLM is patched to keep it
+   too (vllm_backend.py). On SmolLM2 the log-probabilities of sampler and trainer then differ by a
+   third less.
 
 FSDP averages gradients over ranks by default. Here every loss is already divided by a count over
 all ranks, so the division is switched off once, in `shard`, and gradients are plain sums.
@@ -88,7 +89,8 @@ class OptimConfig:
             )
         if self.warmup_steps < 0 or self.weight_decay < 0 or self.max_grad_norm <= 0:
             raise ValueError(
-                f"--optim.warmup-steps {self.warmup_steps}, --optim.weight-decay {self.weight_decay}: at least 0; "
+                f"--optim.warmup-steps {self.warmup_steps}, --optim.weight-decay "
+                f"{self.weight_decay}: at least 0; "
                 f"--optim.max-grad-norm {self.max_grad_norm}: above 0 (inf switches clipping off)"
             )
 
@@ -251,7 +253,7 @@ def load_shards(model: nn.Module, path: str, *, new: tuple[str, ...] = ()) -> No
         )
     with contextlib.ExitStack() as stack:
         handles = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
-        where = {name: handle for handle in handles for name in handle.keys()}
+        where = {name: handle for handle in handles for name in list(handle.keys())}
         parameters = {
             clean_name(name): p for name, p in model.named_parameters()
         }  # a tied head is listed once
@@ -276,11 +278,10 @@ def _load_rows(parameter: Tensor, rows, label: str) -> None:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     start = 0
     if isinstance(parameter, DTensor):
-        mesh, axis = parameter.device_mesh, parameter.device_mesh.mesh_dim_names.index("shard")
-        start = min(
-            math.ceil(parameter.shape[0] / mesh.size(axis)) * mesh.get_local_rank(axis),
-            parameter.shape[0],
-        )
+        mesh = parameter.device_mesh
+        axis = mesh.mesh_dim_names.index("shard")
+        num_rows = math.ceil(parameter.shape[0] / mesh.size(axis))
+        start = min(num_rows * mesh.get_local_rank(axis), parameter.shape[0])
     if local.numel():
         local.copy_(rows[start : start + local.shape[0]])
 

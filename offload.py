@@ -77,7 +77,8 @@ class Offload:
             torch.cuda.synchronize()  # the storage may go only when the copy has been made
         for tensor in tensors:
             tensor.untyped_storage().resize_(0)
-        self._host[id(owner)], self._away[id(owner)] = buffers, tensors
+        self._host[id(owner)] = buffers
+        self._away[id(owner)] = tensors
 
     def _bring(self, owner: Owner) -> None:
         assert id(owner) in self._away, "present() is nested for one owner"

@@ -1,5 +1,4 @@
-"""Variable-length sequences packed into full rows, balanced over ranks, the same number of rows on
-every rank.
+"""Variable-length sequences in full rows, balanced over ranks, equally many rows on every rank.
 
 The problem. Responses of a reasoning model are log-normal: most are short, a few reach the limit.
 Padded to the longest one, a batch is 24 to 66 % full; the rest of the work goes into pads. Packed
@@ -7,14 +6,13 @@ into rows of a fixed number of tokens, the same batch is 98 % full, and a row's 
 before the first forward.
 
 How it works. Three steps, each cheap (4,096 sequences: some 20 ms):
-
 1. `balance` deals sequences to ranks so that predicted time is equal. Attention is quadratic
    within a sequence, so the cost of length l is l + l^2 / (2 C), not l; C is the row size. Longest
    first, each to the cheapest rank so far (Graham's LPT rule: the most expensive rank is at most
    4/3 of the optimum, in practice within 0.1 % from 512 sequences on).
-2. `first_fit_decreasing` fills one rank's rows: longest first, each into the first row with room.
-       lengths 7 5 4 3 1, capacity 10  ->  rows [7 3] [5 4 1]
+2. `first_fit_decreasing` fills one rank's rows: longest first, each into the first row with room
    (at most 11/9 of the optimum + 1 row).
+       lengths 7 5 4 3 1, capacity 10  ->  rows [7 3] [5 4 1]
 3. All ranks agree on the number of rows (the largest), and `pack(..., num_rows)` adds empty rows
    where a rank has fewer: FSDP gathers parameters in every forward, so a rank that runs fewer
    forwards than the others hangs them. An empty row is one masked token.
@@ -24,6 +22,18 @@ A row is flat. Letters: N tokens in a row, S sequences in a row.
     position_ids  0 1 2 | 0 1          [N]    rotary positions restart with each sequence
     cu_seqlens    0 3 5                [S+1]  where attention must stop
 `x[i]` belongs to `tokens[i]` in every field, so a field is cut and joined exactly like the tokens.
+
+What a row carries besides, [N] each: the phase of the scripts that sets it, and which functions of
+losses.py and advantages.py read it.
+    response_mask     3  sequence                 all of them: where it is False nothing is learned
+    rollout_logprobs  3  sequence                 actor_loss, estimate
+    scores            3  sequence (ppo.py)        estimate
+    old_logprobs      4  logprobs.with_logprobs   actor_loss, estimate
+    ref_logprobs      4  logprobs.with_logprobs   actor_loss, estimate
+    values            4  logprobs.with_values     critic_loss, estimate
+    returns           4  advantages.estimate      critic_loss
+    advantages        3  sequence (grpo.py)       actor_loss
+                      4  advantages.estimate      actor_loss (ppo.py)
 
 What we give up. One token budget for all rows, no sequence split over rows (a sequence longer than
 the capacity gets its own row, which is then longer than asked for). Production systems also split
@@ -38,7 +48,9 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,31 +73,53 @@ class BatchConfig:
     """Tokens in one packed row, what one forward works on: as many as memory allows."""
 
     def __post_init__(self):
-        sizes = (
-            self.prompts_per_step,
-            self.group_size,
-            self.num_minibatches,
-            self.num_epochs,
-            self.tokens_per_row,
-        )
-        if min(sizes) < 1:
-            raise ValueError(
-                "--prompts-per-step {}, --group-size {}, --num-minibatches {}, --num-epochs {}, --tokens-per-row {}: "
-                "each must be at least 1; try 64, 8, 1, 1 and 16384".format(*sizes)
-            )
+        for size in fields(self):
+            value = getattr(self, size.name)
+            if value < 1:
+                flag = f"--{size.name.replace('_', '-')}"
+                raise ValueError(f"{flag} {value}: must be at least 1; try {size.default}")
         if self.prompts_per_step % self.num_minibatches:
-            nearest = (
-                max(1, round(self.prompts_per_step / self.num_minibatches)) * self.num_minibatches
-            )
+            nearest = max(1, round(self.prompts_per_step / self.num_minibatches))
             raise ValueError(
-                f"--prompts-per-step {self.prompts_per_step}: must be divisible by --num-minibatches "
-                f"{self.num_minibatches}; try --prompts-per-step {nearest}"
+                f"--prompts-per-step {self.prompts_per_step}: must be divisible by "
+                f"--num-minibatches {self.num_minibatches}; "
+                f"try --prompts-per-step {nearest * self.num_minibatches}"
             )
 
+    @property
+    def num_samples(self) -> int:
+        """Responses in a step, over all ranks (B = P x G)."""
+        return self.prompts_per_step * self.group_size
+
+    def describe(self, max_prompt_tokens: int, max_response_tokens: int) -> str:
+        """The batch arithmetic in a line."""
+        return (
+            f"{self.prompts_per_step} prompts x {self.group_size} = {self.num_samples} samples "
+            f"of up to {max_prompt_tokens} + {max_response_tokens} tokens; "
+            f"{self.num_epochs} epochs x {self.num_minibatches} minibatches of "
+            f"{self.num_samples // self.num_minibatches}, in rows of {self.tokens_per_row} tokens"
+        )
+
+    def rows_of_all_sizes(self, num_tokens: int) -> list[PackedRow]:
+        """What a run may meet: the largest row, full of sequences of num_tokens tokens, half of it,
+        ..., and none. Compiled code is chosen by ranges of a row's length."""
+        ids = torch.zeros(num_tokens, dtype=torch.int64)
+        whole = sequence(ids[:1], ids[1:])
+        rows = []
+        num_sequences = max(1, self.tokens_per_row // num_tokens)
+        while num_sequences >= 1:
+            rows += pack([whole] * num_sequences, num_sequences * num_tokens)
+            num_sequences //= 2
+        return rows + pack([], self.tokens_per_row, num_rows=1, like=whole)
+
+    def minibatches(self, positions: Sequence[int]) -> list[int]:
+        """The minibatch of each prompt: equal slices of the positions of all ranks. Collective."""
+        everyone = sorted(chain.from_iterable(_gather(list(positions))))
+        place = {position: i for i, position in enumerate(everyone)}
+        return [place[position] * self.num_minibatches // len(place) for position in positions]
+
     def minibatch_order(self, totals: Sequence[Mapping[str, int]], seed: object) -> list[int]:
-        """Each minibatch that has response tokens (by lay_out's totals) once per epoch; shuffled
-        from the second on.
-        """
+        """Minibatches with response tokens, once per epoch; from the second on shuffled."""
         order = []
         for epoch in range(self.num_epochs):
             minibatches = list(range(self.num_minibatches))
@@ -94,67 +128,21 @@ class BatchConfig:
             order += [m for m in minibatches if totals[m]["tokens"]]
         return order
 
-    def minibatches(self, positions: Sequence[int]) -> list[int]:
-        """The minibatch of each of this rank's prompts: equal slices of all ranks' prompts by
-        position. Collective.
-        """
-        everyone: list = [list(positions)]
-        if dist.is_initialized():
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, list(positions))
-        place = {position: i for i, position in enumerate(sorted(sum(everyone, [])))}
-        return [place[position] * self.num_minibatches // len(place) for position in positions]
-
-    def describe(self, max_prompt_tokens: int, max_response_tokens: int) -> str:
-        """The batch arithmetic in a line."""
-        return (
-            f"{self.prompts_per_step} prompts x {self.group_size} = {self.num_samples} samples of up to "
-            f"{max_prompt_tokens} + {max_response_tokens} tokens; {self.num_epochs} epochs x {self.num_minibatches} "
-            f"minibatches of {self.num_samples // self.num_minibatches}, in rows of {self.tokens_per_row} tokens"
-        )
-
-    def rows_of_all_sizes(self, num_tokens: int) -> list[PackedRow]:
-        """What a run may meet: the largest row, full of sequences of num_tokens tokens, half of it,
-        ..., and none.
-
-        Compiled code is chosen by ranges of a row's length.
-        """
-        ids = torch.zeros(num_tokens, dtype=torch.int64)
-        counts = [max(1, self.tokens_per_row // num_tokens)]
-        while counts[-1] > 1:
-            counts.append(counts[-1] // 2)
-        whole = sequence(ids[:1], ids[1:])
-        rows = [pack([whole] * count, self.tokens_per_row)[0] for count in counts]
-        return rows + pack([], self.tokens_per_row, num_rows=1, like=whole)
-
-    @property
-    def num_samples(self) -> int:
-        """Responses in a step, over all ranks (B = P x G)."""
-        return self.prompts_per_step * self.group_size
-
 
 @dataclass(frozen=True)
 class PackedRow:
-    """One forward's worth of sequences, joined. All tensors have N entries but cu_seqlens."""
+    """One forward's worth of sequences, joined."""
 
     tokens: Tensor  # [N] int64
     position_ids: Tensor  # [N] int64, restarting at 0
     cu_seqlens: Tensor  # [S+1] int32, starts at 0 and ends at N
-    max_seqlen: int  # host integer: a kernel needs it without a device sync
-    num_response_tokens: (
-        int  # tokens with response_mask set: the weight of this row in a mean over tokens
-    )
-    source: tuple[
-        int, ...
-    ]  # index of each of the S sequences in the list that was packed; () for an empty row
-    fields: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # every other per-token tensor, [N] each
+    max_seqlen: int  # on the host: a kernel needs it without a device sync
+    num_response_tokens: int  # with response_mask set: the row's weight in a mean over tokens
+    source: tuple[int, ...]  # index of each sequence in the list that was packed; () if none
+    fields: dict[str, Tensor] = field(default_factory=dict)  # all others, [N] each
 
     def to(self, device: torch.device | str) -> PackedRow:
-        """The same row with its tensors on `device`; copies from pinned or small host tensors do
-        not block.
-        """
+        """The same row with its tensors on `device`; from pinned memory copies do not block."""
 
         def moved(x: Tensor) -> Tensor:
             return x.to(device, non_blocking=True)
@@ -168,19 +156,143 @@ class PackedRow:
         )
 
 
-def sequence_cost(length: int, capacity: int) -> float:
-    """length + length^2 / (2 capacity): predicted time of a sequence, in units of one token's
-    linear layers.
+class Item(NamedTuple):
+    """What all ranks know of a sequence before any of it travels."""
+
+    minibatch: int
+    num_tokens: int
+    num_response_tokens: int
+
+
+def lay_out(
+    sequences: Sequence[Mapping[str, Tensor]],
+    minibatches: Sequence[int],
+    config: BatchConfig,
+    *,
+    exchange: Callable,
+    like: Mapping[str, Tensor],
+) -> tuple[list[list[PackedRow]], list[dict[str, int]]]:
+    """Rows of each minibatch on this rank, the same number on all ranks, and what each minibatch
+    holds over all ranks: {"tokens": response tokens, "sequences": sequences with a response token}.
+    Collective over all ranks.
+
+    sequences and the minibatch of each: this rank's own, before load is evened out. exchange:
+    exchange.exchange, or a stand-in for one rank. like: a sequence with the names and dtypes, for
+    ranks that have none.
     """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    capacity = config.tokens_per_row
+    mine = [
+        Item(minibatch, len(s["tokens"]), int(s["response_mask"].sum()))
+        for minibatch, s in zip(minibatches, sequences, strict=True)
+    ]
+    ranks = _gather(mine)
+    items = list(chain.from_iterable(ranks))
+    lengths = [item.num_tokens for item in items]
+    destination = assign(lengths, [item.minibatch for item in items], len(ranks), capacity)
+    start = sum(len(earlier) for earlier in ranks[:rank])
+    received = exchange(list(sequences), destination[start : start + len(mine)])
+    # exchange keeps the order of `items`, so the minibatch of what arrives need not travel.
+    arrived = [item for item, to in zip(items, destination, strict=True) if to == rank]
+    parts: list[list] = [[] for _ in range(config.num_minibatches)]
+    for item, arriving in zip(arrived, received, strict=True):
+        parts[item.minibatch].append(arriving)
+    counts = _agree_on_rows(parts, capacity)
+    rows = [
+        pack(part, capacity, num_rows=count, like=like)
+        for part, count in zip(parts, counts, strict=True)
+    ]
+    return rows, [_totals(items, k) for k in range(config.num_minibatches)]
+
+
+def _gather(mine: list) -> list[list]:
+    """The list of each rank, in the order of ranks. Collective."""
+    if not dist.is_initialized():
+        return [mine]
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _totals(items: Sequence[Item], minibatch: int) -> dict[str, int]:
+    counts = [item.num_response_tokens for item in items if item.minibatch == minibatch]
+    return {"tokens": sum(counts), "sequences": sum(1 for count in counts if count)}
+
+
+def _agree_on_rows(parts: Sequence[Sequence], capacity: int) -> list[int]:
+    """The number of rows for each of the parts: what the rank with the most needs. Collective."""
+    lengths = [[len(s["tokens"]) for s in part] for part in parts]
+    needed = [len(first_fit_decreasing(part, capacity)) for part in lengths]
+    return [max(counts) for counts in zip(*_gather(needed), strict=True)]
+
+
+def pack_alike(sequences: Sequence[Mapping[str, Tensor]], capacity: int) -> list[PackedRow]:
+    """This rank's sequences in rows, the same number of rows on all ranks. Collective.
+
+    For a sharded model that only reads, such as a reward model: no sequence travels. `row.source`
+    says where in the list a row's sequences are."""
+    [num_rows] = _agree_on_rows([sequences], capacity)
+    return pack(sequences, capacity, num_rows=num_rows)
+
+
+def assign(
+    lengths: Sequence[int], minibatches: Sequence[int], num_ranks: int, capacity: int
+) -> list[int]:
+    """The rank of each sequence: in every minibatch the ranks' predicted times are nearly equal.
+
+    lengths and minibatches are those of all ranks' sequences, in an order all ranks agree on.
+    """
+    destination = [0] * len(lengths)
+    for minibatch in sorted(set(minibatches)):
+        members = [i for i, m in enumerate(minibatches) if m == minibatch]
+        costs = [sequence_cost(lengths[i], capacity) for i in members]
+        for rank, part in enumerate(balance(costs, num_ranks)):
+            for k in part:
+                destination[members[k]] = rank
+    return destination
+
+
+def sequence(
+    prompt_ids: Tensor,
+    response_ids: Tensor,
+    *,
+    learn: bool = True,
+    **response_fields: Tensor | float,
+) -> dict[str, Tensor]:
+    """A sequence for pack(): "tokens", "response_mask" (all False unless `learn`) and the fields.
+
+    prompt_ids [p], response_ids [r]; a field is a tensor [r] or one number for all response tokens,
+    and becomes [p + r] fp32, 0 on the prompt. The mask follows from the lengths alone: a pad, an
+    end, or another stop token in the response is a token like any other.
+    """
+    num_prompt = len(prompt_ids)
+    num_tokens = num_prompt + len(response_ids)
+    if num_prompt == 0 and num_tokens > 0:
+        raise ValueError("a response without a prompt: its first token is predicted by nothing")
+    mask = torch.zeros(num_tokens, dtype=torch.bool)
+    mask[num_prompt:] = learn
+    made = {"tokens": torch.cat([prompt_ids, response_ids]), "response_mask": mask}
+    for name, value in response_fields.items():
+        made[name] = torch.zeros(num_tokens)
+        made[name][num_prompt:] = value
+    return made
+
+
+def empty_sequence(*response_fields: str) -> dict[str, Tensor]:
+    """A sequence without tokens: the names and types of empty rows on a rank without sequences."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return sequence(nothing, nothing, **dict.fromkeys(response_fields, 0.0))
+
+
+def sequence_cost(length: int, capacity: int) -> float:
+    """length + length^2 / (2 capacity): predicted time, in units of one token's linear layers."""
     return length + length * length / (2 * capacity)
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Indices of `costs` dealt to `num_parts` lists with nearly equal sums; each list is in
-    ascending order.
+    """Indices of `costs` dealt to `num_parts` lists with nearly equal sums, each ascending.
 
-    Ties are broken by index, so every rank computes the same answer from the same costs. A list may
-    be empty.
+    Ties are broken by index, so every rank finds the same lists. A list may be empty.
     """
     heap = [(0.0, part) for part in range(num_parts)]
     parts: list[list[int]] = [[] for _ in range(num_parts)]
@@ -192,16 +304,14 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of `lengths` grouped into bins of at most `capacity` tokens; a longer sequence gets a
-    bin of its own.
+    """Indices of `lengths` in bins of at most `capacity` tokens; a longer sequence is alone in one.
 
     The first bin with room takes the next-longest sequence. A tournament tree over the bins' free
     room finds it in O(log bins). Raises ValueError for a length or a capacity below 1.
     """
     if min([capacity, *lengths]) < 1:
-        raise ValueError(
-            f"a sequence of {min(lengths, default=0)} tokens, rows of {capacity}: both at least 1; drop empty sequences"
-        )
+        shortest = min(lengths, default=0)
+        raise ValueError(f"a sequence of {shortest} tokens, rows of {capacity}: at least 1 each")
     num_leaves = 1 << max(0, len(lengths) - 1).bit_length()
     room = [capacity] * (2 * num_leaves)  # room[1] is the root; leaf of bin b is num_leaves + b
     bins: list[list[int]] = []
@@ -227,38 +337,39 @@ def pack(
     num_rows: int | None = None,
     like: Mapping[str, Tensor] | None = None,
 ) -> list[PackedRow]:
-    """Rows of at most `capacity` tokens that hold each sequence once, in `num_rows` rows (empty
-    ones added) if given.
+    """Rows of at most `capacity` tokens that hold each sequence once; `num_rows` of them, if given.
 
-    Each sequence maps "tokens" to [L] int64 and any other names to [L] tensors ("response_mask"
-    among them, if the rows' num_response_tokens is wanted). All sequences have the same names.
-    Inputs are not modified. `like` is any sequence with these names and dtypes: it shapes the empty
-    rows of a rank that has no sequence at all. Raises ValueError for an empty sequence, and for a
-    num_rows that does not hold them.
+    Each sequence maps "tokens" to [L] int64 and any other names to [L] tensors, the same names in
+    all; num_response_tokens counts "response_mask", if it is among them. `like` is any sequence
+    with these names and dtypes: it shapes the empty rows of a rank that has no sequence at all.
+    Raises ValueError for an empty sequence, names or lengths that differ, a response_mask with the
+    first token of its sequence, and a num_rows that does not hold them.
     """
     bins = first_fit_decreasing([len(s["tokens"]) for s in sequences], capacity)
     if num_rows is not None and num_rows < len(bins):
-        raise ValueError(
-            f"num_rows {num_rows}: too few, {len(sequences)} sequences fill {len(bins)} rows of {capacity}"
-        )
+        fill = f"{len(sequences)} sequences fill {len(bins)} rows of {capacity}"
+        raise ValueError(f"num_rows {num_rows}: too few, {fill}")
     rows = [_join(sequences, members) for members in bins]
-    num_empty = 0 if num_rows is None else num_rows - len(rows)
-    return rows + [
-        _empty_row(like or (sequences[0] if sequences else {})) for _ in range(num_empty)
-    ]
+    like = like or (sequences[0] if sequences else {})
+    while num_rows is not None and len(rows) < num_rows:
+        rows.append(_empty_row(like))
+    return rows
 
 
 def _join(sequences: Sequence[Mapping[str, Tensor]], members: Sequence[int]) -> PackedRow:
-    lengths = [len(sequences[i]["tokens"]) for i in members]
     names = sequences[members[0]].keys()
-    assert all(sequences[i].keys() == names for i in members), (
-        f"sequences with other fields than {list(names)}"
-    )
+    for i in members:
+        shapes = {name: list(x.shape) for name, x in sequences[i].items()}
+        if shapes != {name: [len(sequences[i]["tokens"])] for name in names}:
+            raise ValueError(f"sequence {i}: has {shapes}; {list(names)} must be [L] alike")
+        # It would be scored from the state before it: that of another sequence in the row.
+        if "response_mask" in names and sequences[i]["response_mask"][0]:
+            raise ValueError(
+                f"sequence {i}: response_mask has its first token: nothing predicts it"
+            )
     joined = {name: torch.cat([sequences[i][name] for i in members]) for name in names}
     tokens = joined.pop("tokens")
-    assert all(len(x) == len(tokens) for x in joined.values()), {
-        name: x.shape for name, x in joined.items()
-    }
+    lengths = [len(sequences[i]["tokens"]) for i in members]
     return PackedRow(
         tokens=tokens,
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
@@ -271,140 +382,19 @@ def _join(sequences: Sequence[Mapping[str, Tensor]], members: Sequence[int]) -> 
 
 
 def _empty_row(like: Mapping[str, Tensor]) -> PackedRow:
-    fields = {name: torch.zeros(1, dtype=x.dtype) for name, x in like.items() if name != "tokens"}
     zero = torch.zeros(1, dtype=torch.int64)
     cu_seqlens = torch.tensor([0, 1], dtype=torch.int32)
-    return PackedRow(
-        zero,
-        zero,
-        cu_seqlens,
-        1,
-        0,
-        (),
-        {"response_mask": torch.zeros(1, dtype=torch.bool)} | fields,
-    )
+    masked = {"response_mask": zero.bool()}
+    masked |= {name: zero.to(x.dtype) for name, x in like.items() if name != "tokens"}
+    return PackedRow(zero, zero, cu_seqlens, 1, 0, (), masked)
 
 
 def unpack(row: PackedRow, values: Tensor) -> list[Tensor]:
-    """`values` [N] cut into the row's sequences: one [L] view each, in the order of `row.source`."""
-    if not row.source:
-        return []
-    return list(values.split(row.cu_seqlens.diff().tolist()))
+    """`values` [N] cut into the row's sequences: [L] views in the order of `row.source`."""
+    return list(values.split(row.cu_seqlens.diff().tolist())) if row.source else []
 
 
 def packing_efficiency(rows: Sequence[PackedRow], capacity: int) -> float:
-    """Tokens that belong to a sequence / (rows x capacity), in [0, 1]; empty rows count as empty."""
+    """Tokens of sequences / (rows x capacity), in [0, 1]; for copies (the scripts use metrics)."""
     filled = sum(len(row.tokens) for row in rows if row.source)
     return filled / sum(max(capacity, len(row.tokens)) for row in rows) if rows else 0.0
-
-
-def sequence(
-    prompt_ids: Tensor,
-    response_ids: Tensor,
-    *,
-    learn: bool = True,
-    **response_fields: Tensor | float,
-) -> dict[str, Tensor]:
-    """One sequence for pack(): "tokens", "response_mask" (all False unless `learn`) and the fields,
-    0 on the prompt.
-
-    prompt_ids [p], response_ids [r]; a field is a tensor [r] or one number for all response tokens:
-    [p + r] fp32. The mask follows from the lengths alone: a pad, an end, or another stop token in
-    the response is a token like any other.
-    """
-    num_prompt, num_response = len(prompt_ids), len(response_ids)
-    # Its first token would be scored from the state before it: that of another sequence in the row.
-    assert num_prompt > 0 or num_response == 0, (
-        "a response without a prompt has no state to be predicted from"
-    )
-    mask = torch.zeros(num_prompt + num_response, dtype=torch.bool)
-    mask[num_prompt:] = learn
-    made = {"tokens": torch.cat([prompt_ids, response_ids]), "response_mask": mask}
-    for name, value in response_fields.items():
-        made[name] = torch.zeros(num_prompt + num_response)
-        made[name][num_prompt:] = value
-    return made
-
-
-def empty_sequence(*response_fields: str) -> dict[str, Tensor]:
-    """A sequence without tokens, for its names and types: what an empty row must have on a rank
-    without sequences.
-    """
-    nothing = torch.zeros(0, dtype=torch.int64)
-    return sequence(nothing, nothing, **dict.fromkeys(response_fields, 0.0))
-
-
-def lay_out(
-    sequences: Sequence[Mapping[str, Tensor]],
-    minibatches: Sequence[int],
-    config: BatchConfig,
-    *,
-    exchange: Callable,
-    like: Mapping[str, Tensor],
-) -> tuple[list[list[PackedRow]], list[dict[str, int]]]:
-    """Rows of each minibatch on this rank, the same number on all ranks, and what each minibatch
-    holds over all ranks: {"tokens": response tokens, "sequences": sequences with a response token}.
-    Collective over all ranks.
-
-    sequences and the minibatch of each: this rank's own, before load is evened out. exchange:
-    exchange.exchange, or a stand-in for one rank. like: a sequence with the names and dtypes, for
-    ranks that have none.
-    """
-    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    num_minibatches, capacity = config.num_minibatches, config.tokens_per_row
-    mine = [
-        (m, len(s["tokens"]), int(s["response_mask"].sum()))
-        for m, s in zip(minibatches, sequences, strict=True)
-    ]
-    ranks = [mine]
-    if world > 1:
-        ranks = [None] * world
-        dist.all_gather_object(ranks, mine)
-    everyone = [entry for entries in ranks for entry in entries]
-    totals = [
-        {
-            "tokens": sum(n for m, _, n in everyone if m == k),
-            "sequences": sum(n > 0 for m, _, n in everyone if m == k),
-        }
-        for k in range(num_minibatches)
-    ]
-    destination = assign(
-        [length for _, length, _ in everyone], [m for m, _, _ in everyone], world, capacity
-    )
-    start = sum(len(entries) for entries in ranks[:rank])
-    received = exchange(list(sequences), destination[start : start + len(mine)])
-    # exchange keeps the order of `everyone`, so the minibatch of what arrives need not travel.
-    arrived = [m for (m, _, _), where in zip(everyone, destination, strict=True) if where == rank]
-    parts = [
-        [s for s, m in zip(received, arrived, strict=True) if m == k]
-        for k in range(num_minibatches)
-    ]
-    num_rows = torch.tensor(
-        [len(first_fit_decreasing([len(s["tokens"]) for s in part], capacity)) for part in parts]
-    )
-    if world > 1:
-        dist.all_reduce(num_rows, op=dist.ReduceOp.MAX)
-    rows = [
-        pack(part, capacity, num_rows=n, like=like)
-        for part, n in zip(parts, num_rows.tolist(), strict=True)
-    ]
-    return rows, totals
-
-
-def assign(
-    lengths: Sequence[int], minibatches: Sequence[int], num_ranks: int, capacity: int
-) -> list[int]:
-    """The rank of each sequence, such that within every minibatch the ranks' predicted times are
-    nearly equal.
-
-    lengths and minibatches: length and minibatch of every sequence of all ranks, in an order all
-    ranks agree on.
-    """
-    destination = [0] * len(lengths)
-    for minibatch in sorted(set(minibatches)):
-        members = [i for i, m in enumerate(minibatches) if m == minibatch]
-        costs = [sequence_cost(lengths[i], capacity) for i in members]
-        for rank, part in enumerate(balance(costs, num_ranks)):
-            for k in part:
-                destination[members[k]] = rank
-    return destination

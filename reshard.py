@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -66,23 +67,20 @@ def verify_sync(
     after = _fingerprints(engine.model)
     wrong = [name for name in after if before[name] != after[name]]
     if wrong:
-        raise RuntimeError(
-            f"{len(wrong)} of {len(after)} engine parameters are not the trainer's weights: {wrong[:4]}"
-        )
+        what = f"{len(wrong)} of {len(after)} engine parameters"
+        raise RuntimeError(f"{what} are not the trainer's weights: {wrong[:4]}")
 
 
 def _fingerprints(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Two sums over each parameter's bytes, one weighted by position: equal contents, equal sums."""
+    """Two sums over each parameter's bytes, one weighted by position: equal bytes, equal sums."""
     found = {}
     for name, p in model.named_parameters():
         total = weighted = 0
         for piece in p.detach().contiguous().view(torch.uint8).flatten().split(1 << 24):
             wide = piece.to(torch.int64)  # eight times the piece, hence the pieces
             total = total + wide.sum()
-            weighted = (
-                weighted * 31
-                + (wide * (torch.arange(len(wide), device=wide.device) % 65521 + 1)).sum()
-            )
+            place = torch.arange(len(wide), device=wide.device) % 65521 + 1
+            weighted = weighted * 31 + (wide * place).sum()
         found[name] = int(total), int(weighted)
     return found
 
@@ -101,9 +99,8 @@ def iter_full_params(
         if isinstance(module, FSDPModule):
             # a forward without backward leaves whole parameters in the place of the shards
             module.reshard()
-    parameters = [
-        (_clean_name(name), p) for name, p in model.named_parameters()
-    ]  # tied parameters are listed once
+    # Tied parameters are listed once.
+    parameters = [(_clean_name(name), p) for name, p in model.named_parameters()]
     # Four are alive at a time: what arrives, what has arrived, its tensors, and those that the
     # consumer still holds.
     gathers = (
@@ -112,8 +109,9 @@ def iter_full_params(
     )
     arriving = next(gathers, None)
     while arriving is not None:
-        arrived, arriving = arriving, next(gathers, None)
-        full = _finish_gather(*arrived)
+        arrived = arriving
+        arriving = next(gathers, None)
+        full = _finish_gather(arrived)
         del arrived
         yield full
 
@@ -144,39 +142,51 @@ def _buckets(
     for name, p in parameters:
         if bucket and size + p.numel() * itemsize > limit:
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append((name, p))
         size += p.numel() * itemsize
     if bucket:
         yield bucket
 
 
-def _start_gather(bucket, dtype):
-    """Cast this rank's shards into their place in a flat buffer, and start its all-gather (none on
-    one rank).
-    """
-    if not isinstance(bucket[0][1], DTensor) or _shard_axis(bucket[0][1])[1] == 1:
-        local = [
-            (name, p.to_local() if isinstance(p, DTensor) else p.detach()) for name, p in bucket
-        ]
-        return [(name, p.to(dtype)) for name, p in local], None, None
-    group, world = _shard_axis(bucket[0][1])
+class _Gather(NamedTuple):
+    """A bucket on its way."""
+
+    bucket: list[tuple[str, Tensor]]  # the parameters; on one rank their full tensors already
+    gathered: Tensor | None  # [W, elements per rank], filled when `work` is done
+    work: dist.Work | None  # None on one rank
+
+
+def _start_gather(bucket: list[tuple[str, Tensor]], dtype: torch.dtype) -> _Gather:
+    """Cast this rank's shards into their place in a flat buffer, and start its all-gather."""
+    first = bucket[0][1]
+    if not isinstance(first, DTensor) or _shard_axis(first)[1] == 1:
+        full = []
+        for name, p in bucket:
+            local = p.to_local() if isinstance(p, DTensor) else p.detach()
+            full.append((name, local.to(dtype)))
+        return _Gather(full, None, None)
+    group, world = _shard_axis(first)
     sizes = [_shard_size(p, world) for _, p in bucket]
-    gathered = torch.empty(world, sum(sizes), dtype=dtype, device=bucket[0][1].to_local().device)
+    gathered = torch.empty(world, sum(sizes), dtype=dtype, device=first.to_local().device)
     mine = gathered[dist.get_rank(group)]
     for piece, (_, p) in zip(mine.split(sizes), bucket, strict=True):
         shard = p.to_local()
         piece[: shard.numel()].copy_(shard.flatten())
-    return bucket, gathered, all_gather(gathered.view(-1), mine, group=group, async_op=True)
+    work = all_gather(gathered.view(-1), mine, group=group, async_op=True)
+    return _Gather(bucket, gathered, work)
 
 
-def _finish_gather(bucket, gathered, work) -> list[tuple[str, Tensor]]:
-    """Wait for `gathered` [W, elements per rank] and cut it into full tensors."""
-    if work is None:
-        return bucket
-    work.wait()
-    full, start = [], 0
-    for name, p in bucket:
+def _finish_gather(gather: _Gather) -> list[tuple[str, Tensor]]:
+    """Wait for a bucket and cut it into full tensors."""
+    gathered = gather.gathered
+    if gather.work is None:
+        return gather.bucket
+    gather.work.wait()
+    full = []
+    start = 0
+    for name, p in gather.bucket:
         size = _shard_size(p, len(gathered))
         piece = gathered[:, start : start + size]
         # A bucket of one tensor is already contiguous, and reshape is a view then: the largest

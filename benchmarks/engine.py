@@ -1,16 +1,16 @@
 """The colocated engine under test: is it the trainer's policy, does it give its memory back, what
 do 8 bits cost?
 
-    python benchmarks/engine.py MODEL_DIR PROMPTS.jsonl mismatch [--eager] [--kv-cache-dtype fp8]
-    [--quantization fp8] python benchmarks/engine.py MODEL_DIR PROMPTS.jsonl sleep --cycles 50
-    --level 2
+    python benchmarks/engine.py MODEL_DIR PROMPTS.jsonl mismatch
+        [--eager] [--kv-cache-dtype fp8] [--quantization fp8]
+    python benchmarks/engine.py MODEL_DIR PROMPTS.jsonl sleep --cycles 50 --level 2
 
-mismatch  mean |log p_trainer - log p_sampler| over the sampled tokens, after a sync, and after moving the trainer's
-          weights by Gaussian noise (NOISE) without one; k3 estimate of KL(sampler|trainer); new
-          tokens per second; whether verify_sync accepts a sync and refuses a weight that was moved
-          after it.
-sleep     memory in use on the GPU after each sleep, its slope from the sixth cycle on, and how many different greedy
-          texts there were (1: always the same), with a checksum to compare runs by.
+mismatch  mean |log p_trainer - log p_sampler| over the sampled tokens, after a sync, and after
+          moving the trainer's weights by Gaussian noise (NOISE) without one; k3 estimate of
+          KL(sampler|trainer); new tokens per second; whether verify_sync accepts a sync and refuses
+          a weight that was moved after it.
+sleep     memory in use on the GPU after each sleep, its slope from the sixth cycle on, and how many
+          different greedy texts there were (1: always the same), with a checksum to compare runs.
 One JSON line each.
 """
 
@@ -34,8 +34,9 @@ from logprobs import token_logprobs
 from model import ModelConfig, load_policy
 from packing import pack, sequence
 from reshard import sync_weights, verify_sync
-from rollout import RolloutConfig, VllmEngine
+from rollout import Engine, RolloutConfig
 from run import init_distributed, leave
+from vllm_backend import VllmBackend
 
 NOISE = {  # standard deviation of what is added to a weight
     "1 % of the weight": lambda w: 0.01 * w,
@@ -147,12 +148,15 @@ def main() -> None:
     policy = load_policy(args.model, mesh, ModelConfig(master_dtype=dtype, compile=compiled))
     use_packed_attention(policy)
     config = RolloutConfig(
-        max_response_tokens=args.max_new, kv_cache_dtype=args.kv_cache_dtype, quantization=args.quantization,
-        sleep_level=args.level, memory_fraction=0.5,
-    )  # fmt: skip
+        max_response_tokens=args.max_new,
+        kv_cache_dtype=args.kv_cache_dtype,
+        quantization=args.quantization,
+        sleep_level=args.level,
+        memory_fraction=0.5,
+    )
     stop_ids = stop_token_ids(args.model, tokenizer.eos_token_id)
     sizes = dict(max_prompt_tokens=256, num_samples=args.prompts * args.samples)
-    engine = VllmEngine(args.model, config, **sizes, stop_ids=stop_ids)
+    engine = Engine(VllmBackend, args.model, config, **sizes, stop_ids=stop_ids)
     prompts = [p.prompt_ids for p in data[: args.prompts]]
     run = mismatch if args.what == "mismatch" else sleep
     import vllm

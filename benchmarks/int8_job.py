@@ -25,39 +25,16 @@ RESULTS = ROOT / "benchmarks" / "results"
 def run(seed: int, int8: bool, num_steps: int, out_dir: str) -> list[float]:
     """Mean reward of each step of one run."""
     name = f"seed{seed}-{'int8' if int8 else 'fp32'}"
-    flags = [
-        "--name",
-        name,
-        "--output-dir",
-        out_dir,
-        "--seed",
-        str(seed),
-        "--num-steps",
-        str(num_steps),
-    ]
-    flags += [
-        "--rollout.engine",
-        "hf",
-        "--eval-every",
-        "0",
-        *(["--quantize-gradients"] if int8 else []),
-    ]
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--rdzv-backend",
-        "c10d",
-    ]
-    subprocess.run(
-        [*launch, "--rdzv-endpoint", "localhost:0", str(ROOT / "grpo.py"), *flags],
-        cwd=ROOT,
-        check=True,
-    )
-    records = [json.loads(line) for line in open(Path(out_dir) / name / "metrics.jsonl")]
-    return [r["reward/mean"] for r in records]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    flags = ["--name", name, "--output-dir", out_dir, "--seed", str(seed)]
+    flags += ["--num-steps", str(num_steps), "--rollout.engine", "hf", "--eval-every", "0"]
+    if int8:
+        flags.append("--quantize-gradients")
+    command = [sys.executable, *launch, str(ROOT / "grpo.py"), *flags]
+    subprocess.run(command, cwd=ROOT, check=True)
+    lines = (Path(out_dir) / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["reward/mean"] for line in lines]
 
 
 def main() -> None:
@@ -78,13 +55,12 @@ def main() -> None:
         for seed in arguments.seeds:
             for int8 in (False, True):
                 rewards = run(seed, int8, arguments.steps, out_dir)
+                reduction = "int8" if int8 else "fp32"
                 last = statistics.mean(rewards[-10:])
-                results.append(
-                    {"seed": seed, "reduction": "int8" if int8 else "fp32", "last_10": last}
-                )
+                results.append({"seed": seed, "reduction": reduction, "last_10": last})
                 print(json.dumps(results[-1]), flush=True)
                 color = "tab:orange" if int8 else "tab:blue"
-                axis.plot(rewards, color=color, label=f"{results[-1]['reduction']}, seed {seed}")
+                axis.plot(rewards, color=color, label=f"{reduction}, seed {seed}")
     axis.set(xlabel="step", ylabel="mean reward", title="built-in job, 2 ranks")
     axis.grid(alpha=0.3)
     axis.legend()

@@ -1,6 +1,6 @@
 """Weight sync from FSDP2 shards into a live vLLM engine: bytes, seconds, GB/s, peak extra memory.
 
-    python benchmarks/reshard.py MODEL_DIR...          # one JSON line per model; the engine is awake, median of 10
+    python benchmarks/reshard.py MODEL_DIR...    # a JSON line per model; engine awake, median of 10
 
 Beside it, in the same process: one device copy of the model's bytes (the floor), gathering without
 loading, and gathering tensor by tensor in fp32.
@@ -21,8 +21,9 @@ import torch
 
 from model import ModelConfig, load_policy
 from reshard import iter_full_params, sync_weights
-from rollout import RolloutConfig, VllmEngine
+from rollout import Engine, RolloutConfig
 from run import init_distributed, leave
+from vllm_backend import VllmBackend
 
 
 def synchronize() -> None:
@@ -55,7 +56,7 @@ def measure(path: str, bucket_mb: int) -> dict:
     )
     policy = load_policy(path, mesh, ModelConfig(master_dtype=master))
     config = RolloutConfig(max_response_tokens=128, kv_cache_gb=1, sleep_level=0)
-    engine = VllmEngine(path, config, max_prompt_tokens=128, num_samples=16, stop_ids=[2])
+    engine = Engine(VllmBackend, path, config, max_prompt_tokens=128, num_samples=16, stop_ids=[2])
     options = dict(dtype=engine.dtype, bucket_bytes=bucket_mb << 20)
     with engine.awake():
         num_bytes = sync_weights(policy, engine, **options)

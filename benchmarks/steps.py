@@ -17,7 +17,8 @@ parser = argparse.ArgumentParser(
 parser.add_argument("metrics")
 parser.add_argument("--from", dest="first", type=int, default=2)
 arguments = parser.parse_args()
-records = [json.loads(line) for line in open(arguments.metrics)]
+lines = Path(arguments.metrics).read_text().splitlines()
+records = [json.loads(line) for line in lines]
 steady = [r for r in records if r["step"] >= arguments.first]
 shown = {"steps": len(steady), "first_step_s": round(records[0]["timing_s/step"], 2)}
 for name in dict.fromkeys(key for r in steady for key in r):

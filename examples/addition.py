@@ -203,8 +203,7 @@ def make_model(out_dir: str | Path, seed: int) -> None:
 
 @contextlib.contextmanager
 def reproducible(seed: int) -> Iterator[None]:
-    """torch seeded, on one thread: sums in another order would give other bytes on another machine.
-    """
+    """torch seeded, on one thread: sums in another order would give other bytes elsewhere."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -243,7 +242,8 @@ def warm_start(
             accuracy = sampled_accuracy(model, checks)
             if step % 50 == 49:
                 print(
-                    f"built-in model: step {step + 1}, sampled accuracy {accuracy:.2f} of {low:.2f}",
+                    f"built-in model: step {step + 1}, "
+                    f"sampled accuracy {accuracy:.2f} of {low:.2f}",
                     flush=True,
                 )
             if low <= accuracy <= high:

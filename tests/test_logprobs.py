@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy against full logits in float64, and in a quarter of their memory."""
+"""Log-probabilities and entropy against full logits in float64, in a quarter of their memory."""
 
 import ctypes
 import math
@@ -125,7 +125,7 @@ def test_a_word_of_probability_0_leaves_entropy_and_gradients_finite():
 
 
 def test_the_entropy_is_the_distributions_and_masked_positions_have_none():
-    """SkyRL#2259: not the negative log-probability of the sampled token, and no sentinel on pads."""
+    """SkyRL#2259: not the sampled token's negative log-probability, and no sentinel on pads."""
     model = make_model()
     nn.init.zeros_(model.lm_head.weight)
     (row,) = pack([sequence(torch.tensor([5, 6, 7]), torch.tensor([8, 9, 10]))], 8)
@@ -328,7 +328,7 @@ def peak_kib(way):
 
 
 def test_the_memory_of_2048_tokens_and_32000_words_is_at_most_a_quarter_of_the_plain_way():
-    """The plain way is spared the entropy, which would take two more matrices there and none here."""
+    """The plain way is spared the entropy: two more matrices there and none here."""
     plain, chunked = (run_ranks(1, peak_kib, way)[0] for way in ("plain", "chunked"))
     assert plain > 700_000  # three matrices of 250 MiB
     assert chunked <= plain / 4
@@ -359,7 +359,7 @@ def tiny_reward_model(kind="Llama", attention="sdpa", **options):
 
 
 def texts(num=5):
-    """Token ids of several lengths with EOS, which is the pad token as well, inside and at the end."""
+    """Token ids of several lengths with EOS, the pad token as well, inside and at the end."""
     torch.manual_seed(1)
     return [[5, 2, *torch.randint(3, 32, (7 * (i * 3 % 5) + 1,)).tolist(), 2] for i in range(num)]
 

@@ -1,13 +1,11 @@
-"""Metrics: means that are right over ranks, times that add up, one record per step, and what a
-resumed run keeps.
-"""
+"""Metrics: means that are right over ranks, times that add up, and throughput."""
 
-import json
 import math
 import resource
 import sys
-import tempfile
+import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,22 +14,16 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import metrics as metrics_module
-from metrics import LogConfig, Metrics, model_flops, plot, total
-
-QUIET = LogConfig(plot_every=0)
+from metrics import Metrics, measure_bandwidth, total
 
 
-def records(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_means_over_ranks_are_weighted_and_divided_once(tmp_path):
+def test_means_over_ranks_are_weighted_and_divided_once():
     """verl#2995, trl#6369: a mean of per-rank means. 3 tokens of mean 1 and one of 2 are 1.25, not
     1.5.
     """
 
     def on_a_rank():
-        metrics = Metrics(tmp_path, QUIET, 1)
+        metrics = Metrics()
         if dist.get_rank() == 0:
             metrics.add("x", 0.0, weight=1)
             metrics.add("x", torch.tensor(1.5), weight=2)
@@ -40,13 +32,11 @@ def test_means_over_ranks_are_weighted_and_divided_once(tmp_path):
             metrics.add("x", 2.0, weight=1)
             metrics.add("x", float("nan"), weight=0)  # a row without response tokens
             metrics.add("only nothing", 1.0, weight=0)
-        return metrics.log(0)
+        return metrics.reduce()
 
     first, second = run_ranks(2, on_a_rank)
     assert first["x"] == 1.25 and first["only on rank 0"] == 7.0 and "only nothing" not in first
     assert first == second
-    (written,) = records(tmp_path)  # by rank 0 alone
-    assert written == {"step": 0, **first}
 
 
 def test_an_evaluation_of_seven_prompts_on_two_ranks_is_a_mean_over_seven():
@@ -55,46 +45,44 @@ def test_an_evaluation_of_seven_prompts_on_two_ranks_is_a_mean_over_seven():
     """
 
     def mean(shares):
-        with tempfile.TemporaryDirectory() as directory:
-            metrics = Metrics(directory, QUIET, 1)
-            for reward in shares[dist.get_rank()]:
-                metrics.update({"reward": reward}, prefix="eval/")
-            return metrics.log(0)["eval/reward"]
+        metrics = Metrics()
+        for reward in shares[dist.get_rank()]:
+            metrics.update({"reward": reward}, prefix="eval/")
+        return metrics.reduce()["eval/reward"]
 
     assert run_ranks(2, mean, [[1, 1, 1, 1], [0, 0, 0]]) == [4 / 7] * 2
     assert run_ranks(2, mean, [[1], []]) == [1.0] * 2
 
 
-def test_sums_maxima_and_minima_are_over_all_ranks(tmp_path):
+def test_sums_maxima_and_minima_are_over_all_ranks():
     def on_a_rank():
-        metrics = Metrics(tmp_path, QUIET, 1)
+        metrics = Metrics()
         for value in ([1.0, 5.0], [-2.0, 3.0])[dist.get_rank()]:
             metrics.add("sum", value, reduction="sum")
             metrics.update(
                 {"diff_max": value, "diff_min": torch.tensor(value)}, weight=dist.get_rank()
             )
-        return metrics.log(0)
+        return metrics.reduce()
 
     for record in run_ranks(2, on_a_rank):
         assert (record["sum"], record["diff_max"], record["diff_min"]) == (7.0, 5.0, -2.0)
 
 
-def test_values_lose_their_graph_and_each_step_begins_empty(tmp_path):
-    metrics = Metrics(tmp_path, QUIET, 2)
+def test_values_lose_their_graph_and_each_step_begins_empty():
+    metrics = Metrics()
     loss = torch.tensor(2.0, requires_grad=True)
     metrics.add("loss", loss * 2, weight=3)
     assert not any(
         isinstance(x, torch.Tensor) and x.requires_grad for x, _ in metrics._entries.values()
     )
-    assert metrics.log(0)["loss"] == 4.0
-    assert "loss" not in metrics.log(1)
-    assert [r["step"] for r in records(tmp_path)] == [0, 1]
+    assert metrics.reduce()["loss"] == 4.0
+    assert "loss" not in metrics.reduce()
 
 
-def test_host_memory_is_what_a_rank_holds_at_most(tmp_path):
+def test_host_memory_is_what_a_rank_holds_at_most():
     def on_a_rank(num_bytes):
         held = torch.ones(num_bytes * dist.get_rank(), dtype=torch.uint8)  # written, hence resident
-        found = Metrics(tmp_path, QUIET, 1).log(0)["perf/host_memory_gb"]
+        found = Metrics().reduce()["perf/host_memory_gb"]
         return found, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20 + 0 * len(held)
 
     (without, _), (same, _) = run_ranks(2, on_a_rank, 0)
@@ -103,12 +91,12 @@ def test_host_memory_is_what_a_rank_holds_at_most(tmp_path):
     assert found <= 1.1 * peak  # resident, not mapped
 
 
-def test_cached_memory_is_what_torch_holds_less_what_tensors_use(tmp_path, monkeypatch):
-    metrics = Metrics(tmp_path, QUIET, 1)
+def test_cached_memory_is_what_torch_holds_less_what_tensors_use(monkeypatch):
+    metrics = Metrics()
     gpu = dict(is_available=True, synchronize=None, get_device_name="H200")
     for name, value in (gpu | dict(memory_reserved=5 << 30, memory_allocated=2 << 30)).items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    assert metrics.log(0)["perf/cached_memory_gb"] == 3.0
+    assert metrics.reduce()["perf/cached_memory_gb"] == 3.0
 
 
 def busy(seconds):
@@ -117,9 +105,9 @@ def busy(seconds):
         pass
 
 
-def test_timers_are_exclusive_and_add_up_to_the_step(tmp_path):
-    metrics = Metrics(tmp_path, QUIET, 2)
-    for step in range(2):
+def test_timers_are_exclusive_and_add_up_to_the_step():
+    metrics = Metrics()
+    for _ in range(2):
         start = time.perf_counter()
         busy(0.02)
         with metrics.timer("rollout"):
@@ -131,7 +119,7 @@ def test_timers_are_exclusive_and_add_up_to_the_step(tmp_path):
                 busy(0.01)
         with metrics.timer("update"):
             busy(0.03)
-        record = metrics.log(step)
+        record = metrics.reduce()
         wall = time.perf_counter() - start
         phases = {
             name: s
@@ -150,23 +138,23 @@ def test_timers_are_exclusive_and_add_up_to_the_step(tmp_path):
 
 
 class Clock:
-    """A clock for metrics.py that the test moves; a rank that uses it must be a process of its own."""
+    """A clock for metrics.py that the test moves; who uses it must be a process of its own."""
 
     def __init__(self):
         self.now = 100.0
         metrics_module.time = SimpleNamespace(perf_counter=lambda: self.now)
 
 
-def test_times_are_means_over_ranks_and_still_add_up(tmp_path):
+def test_times_are_means_over_ranks_and_still_add_up():
     def on_a_rank():
         clock = Clock()
-        metrics = Metrics(tmp_path, QUIET, 1)
+        metrics = Metrics()
         if dist.get_rank() == 0:
             with metrics.timer("save"):
                 clock.now += 6.0
         else:
             clock.now += 7.0
-        return metrics.log(0)
+        return metrics.reduce()
 
     for record in run_ranks(2, on_a_rank):
         assert (record["timing_s/save"], record["timing_s/other"], record["timing_s/step"]) == (
@@ -184,12 +172,12 @@ def rollout(num_prompt, num_response, truncated=False):
     )
 
 
-def test_a_group_is_reported_as_it_was_sampled(tmp_path):
+def test_a_group_is_reported_as_it_was_sampled():
     """trl#6369: rewards before any filter or penalty; each prompt token counted once."""
-    metrics = Metrics(tmp_path, QUIET, 1)
+    metrics = Metrics()
     metrics.add_group("easy", [1.0, 1.0], [rollout(4, 2), rollout(4, 6)])
     metrics.add_group("hard", [0.0, 1.0], [rollout(8, 3), rollout(8, 9, truncated=True)])
-    record = metrics.log(0)
+    record = metrics.reduce()
     expected = {
         "reward/mean": 0.75,
         "reward/easy/mean": 1.0,
@@ -210,11 +198,11 @@ def test_a_group_is_reported_as_it_was_sampled(tmp_path):
     assert record["perf/tokens_per_sec_per_gpu"] == record["throughput/tokens_per_sec"]
 
 
-def test_constant_rewards_are_reported_as_they_are_whatever_else_is_logged(tmp_path):
-    metrics = Metrics(tmp_path, QUIET, 1)
+def test_constant_rewards_are_reported_as_they_are_whatever_else_is_logged():
+    metrics = Metrics()
     for _ in range(7):
         metrics.add_group("x", [0.25] * 3, [rollout(1, 5, truncated=True)] * 3)
-    record = metrics.log(0)
+    record = metrics.reduce()
     assert (record["reward/mean"], record["reward/std"], record["reward/frac_zero_std"]) == (
         0.25,
         0.0,
@@ -222,14 +210,12 @@ def test_constant_rewards_are_reported_as_they_are_whatever_else_is_logged(tmp_p
     )
 
 
-def test_all_throughput_signals_are_in_every_record_null_where_there_is_nothing_to_measure(
-    tmp_path,
-):
-    metrics = Metrics(tmp_path, QUIET, 1)
+def test_all_throughput_signals_are_in_every_record_null_where_there_is_nothing_to_measure():
+    metrics = Metrics()
     metrics.add_group("x", [0.0, 1.0], [rollout(1, 2)] * 2)
     with metrics.timer("rollout"):
         pass
-    record = metrics.log(0)
+    record = metrics.reduce()
     for name in ("throughput/tokens_per_sec", "throughput/rollout_latency_ms"):
         assert record[name] >= 0
     for name in (
@@ -245,53 +231,133 @@ def test_all_throughput_signals_are_in_every_record_null_where_there_is_nothing_
         )
 
 
-def test_model_flops_are_6_per_parameter_and_token_and_6_per_layer_width_and_token_pair():
-    """PaLM, appendix B, halved since attention is causal: 12 L D T per token becomes 6 L D T."""
-    assert model_flops(1000, 2, 16, []) == 0
-    assert model_flops(1000, 2, 16, [10]) == 6 * 1000 * 10 + 6 * 2 * 16 * 100
-    assert model_flops(1000, 2, 16, [10, 3]) == 6 * 1000 * 13 + 6 * 2 * 16 * (100 + 9)
+def llama(**changes):
+    """2 layers of width 16, 4 heads of 8, 50 words: 16 x 50 = 800 weights in embedding and head."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, vocab_size=50)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **changes))
 
 
-class Layout(torch.nn.Module):
-    """A model of 10 parameters, 2 layers of width 16."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(10))
-        text = SimpleNamespace(num_hidden_layers=2, hidden_size=16)
-        self.config = SimpleNamespace(get_text_config=lambda: text)
+# q, k, v, o of 4 heads, 2 for keys and values; gate, up, down; two norms; and the norm at the end.
+LLAMA_BODY = 2 * (16 * 8 * (4 + 2 + 2 + 4) + 3 * 16 * 24 + 2 * 16) + 16
 
 
-def test_the_layout_gives_efficiency_and_utilisation_of_the_flops_over_all_ranks(
-    tmp_path, monkeypatch
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_pass_costs_6_per_weight_and_token_the_head_where_it_is_applied_the_embedding_nothing(
+    tied,
 ):
+    """PaLM, appendix B, halved since attention is causal: 12 L D T per token becomes 6 L D T. D is
+    the width of all heads, 32 here, not that of the model.
+    """
+    cost = metrics_module.pass_cost(llama(tie_word_embeddings=tied))
+    assert cost == (6 * LLAMA_BODY, 6 * 800, 6 * 2 * 32)
+
+
+def test_frozen_weights_have_no_gradient_to_compute():
+    model = llama(tie_word_embeddings=False)
+    model.model.requires_grad_(False)
+    assert metrics_module.pass_cost(model) == (4 * LLAMA_BODY, 6 * 800, 6 * 2 * 32)
+
+
+def test_a_critic_has_no_head_beside_its_own_weights():
+    from transformers import LlamaConfig, LlamaForTokenClassification
+
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, vocab_size=50)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    critic = LlamaForTokenClassification(LlamaConfig(**sizes, **heads, num_labels=1))
+    assert metrics_module.pass_cost(critic) == (6 * (LLAMA_BODY + 17), 0, 6 * 2 * 32)
+
+
+def packed_row(*lengths, num_response_tokens=0):
+    """What metrics reads of a row; without lengths it is filler, one token of nobody."""
+    ends = torch.tensor([0, *(lengths or (1,))], dtype=torch.int32).cumsum(0)
+    return SimpleNamespace(
+        tokens=torch.zeros(int(ends[-1])),
+        cu_seqlens=ends,
+        source=tuple(range(len(lengths))),
+        num_response_tokens=num_response_tokens,
+    )
+
+
+def test_the_layout_gives_efficiency_over_all_ranks():
+    def on_a_rank():
+        metrics = Metrics()
+        full, empty = [[packed_row(6)], [packed_row(14)]], [[packed_row()], [packed_row()]]
+        metrics.add_layout(full if dist.get_rank() == 0 else empty, 8)
+        return metrics.reduce()
+
+    for record in run_ranks(2, on_a_rank):
+        assert record["packing/efficiency"] == pytest.approx((6 + 14) / (8 + 14 + 8 + 8))
+
+
+def test_utilisation_counts_the_passes_that_ran_on_all_ranks(monkeypatch):
+    """Not the passes that were planned: an early stop of the update leaves most of them out. Not
+    filler rows either, which only keep ranks in step.
+    """
     monkeypatch.setattr(metrics_module, "peak_flops", lambda: 1e6)
-    row = SimpleNamespace(tokens=torch.zeros(6), source=(0,))
-    long = SimpleNamespace(tokens=torch.zeros(14), source=(1,))
-    empty = SimpleNamespace(tokens=torch.zeros(1), source=())
+    model = llama()
+
+    def on_a_rank(passes):
+        clock = Clock()
+        metrics = Metrics()
+        for row in passes[dist.get_rank()]:
+            metrics.add_pass(model, row)
+        clock.now += 4.0
+        return metrics.reduce()["perf/mfu"]
+
+    two = packed_row(6, 3, num_response_tokens=5)
+    one = packed_row(14, num_response_tokens=2)
+    body, head, pair = 6 * LLAMA_BODY, 6 * 800, 6 * 2 * 32
+    flops = 2 * (9 * body + 5 * head + (36 + 9) * pair) + 14 * body + 2 * head + 14 * 14 * pair
+    expected = flops / 4.0 / 1e6 / 2
+    assert (
+        run_ranks(2, on_a_rank, [[two, two], [one, packed_row()]])
+        == [pytest.approx(expected, rel=1e-12)] * 2
+    )
+
+
+def test_steps_that_reuse_rollouts_share_their_tokens():
+    """Tokens over the time since the step that sampled them began; other figures are the step's."""
 
     def on_a_rank():
         clock = Clock()
-        metrics = Metrics(tmp_path, QUIET, 1)
-        if dist.get_rank() == 0:
-            sequences, rows = [{"tokens": torch.zeros(6)}], [[row], [long]]
-        else:
-            sequences, rows = [{"tokens": torch.zeros(14)}], [[empty], [empty]]
-        metrics.add_layout([Layout()], sequences, rows, 8, 3)
-        clock.now += 4.0
-        return metrics.log(0)
+        metrics = Metrics()
+        found = []
+        for step, seconds in enumerate((2.0, 3.0, 4.0, 1.0)):
+            if step % 2 == 0:
+                metrics.add_group("x", [0.0], [rollout(4, 6 + step)])
+            clock.now += seconds
+            record = metrics.reduce()
+            found.append((record["throughput/tokens_per_sec"], record["timing_s/step"]))
+        return found
 
-    flops = 3 * (model_flops(10, 2, 16, [6]) + model_flops(10, 2, 16, [14]))
-    for record in run_ranks(2, on_a_rank):
-        assert record["packing/efficiency"] == pytest.approx((6 + 14) / (8 + 14 + 8 + 8))
-        assert record["perf/mfu"] == pytest.approx(flops / 4.0 / 1e6 / 2)
+    expected = [(20 / 2, 2.0), (20 / 5, 3.0), (24 / 4, 4.0), (24 / 5, 1.0)]
+    assert run_ranks(2, on_a_rank) == [expected] * 2
 
 
-def test_without_a_known_device_there_is_no_utilisation(tmp_path, monkeypatch):
+def test_a_step_without_any_rollout_before_it_has_no_tokens_per_second():
+    assert "throughput/tokens_per_sec" not in Metrics().reduce()
+
+
+def test_all_ranks_have_the_same_record():
+    def on_a_rank():
+        clock = Clock()
+        metrics = Metrics()
+        metrics.add_group("x", [0.0], [rollout(4, 6)])
+        clock.now += 1.0 + dist.get_rank()
+        return metrics.reduce()
+
+    first, second = run_ranks(2, on_a_rank)
+    assert first == second and first["throughput/tokens_per_sec"] == 20 / 1.5
+
+
+def test_without_a_known_device_there_is_no_utilisation(monkeypatch):
     monkeypatch.setattr(metrics_module, "peak_flops", lambda: None)
-    metrics = Metrics(tmp_path, QUIET, 1)
-    metrics.add_layout([Layout()], [{"tokens": torch.zeros(6)}], [], 8, 1)
-    assert metrics.log(0)["perf/mfu"] is None
+    metrics = Metrics()
+    metrics.add_pass(llama(), packed_row(6))
+    assert metrics.reduce()["perf/mfu"] is None
 
 
 @pytest.mark.parametrize(
@@ -299,6 +365,7 @@ def test_without_a_known_device_there_is_no_utilisation(tmp_path, monkeypatch):
     [
         ("NVIDIA H200", 989e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H20", 148e12),
         ("NVIDIA GeForce", None),
     ],
@@ -309,187 +376,17 @@ def test_the_peak_is_that_of_the_devices_datasheet(monkeypatch, device, peak):
     assert metrics_module.peak_flops() == peak
 
 
-def test_the_effective_sample_size_is_a_quotient_of_global_means(tmp_path):
+def test_the_effective_sample_size_is_a_quotient_of_global_means():
     weights = torch.tensor([0.5, 1.0, 2.0, 0.1])
-    metrics = Metrics(tmp_path, QUIET, 1)
+    metrics = Metrics()
     for part in (weights[:1], weights[1:]):
         stats = {"is_weight_mean": part.mean(), "is_square_mean": (part * part).mean()}
         metrics.update(stats, len(part), prefix="rollout_corr/")
-    record = metrics.log(0)
+    record = metrics.reduce()
     assert record["rollout_corr/ess"] == pytest.approx(
         (weights.mean() ** 2 / (weights**2).mean()).item(), rel=1e-6
     )
     assert "rollout_corr/is_square_mean" not in record
-
-
-def test_a_resumed_run_drops_the_records_after_its_checkpoint_and_a_line_that_a_crash_cut(tmp_path):
-    metrics = Metrics(tmp_path, QUIET, 9)
-    for step in range(7):
-        metrics.add("x", step)
-        metrics.log(step)
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 3, "x": {"cut": 1}')
-    resumed = Metrics(tmp_path, QUIET, 9, first_step=5)
-    for step in (5, 6):
-        resumed.add("x", 10 * step)
-        resumed.log(step)
-    assert [(r["step"], r["x"]) for r in records(tmp_path)] == [
-        (0, 0),
-        (1, 1),
-        (2, 2),
-        (3, 3),
-        (4, 4),
-        (5, 50),
-        (6, 60),
-    ]
-
-
-def group(text, response_ids, reward):
-    prompt = SimpleNamespace(text=text, answer="42")
-    return SimpleNamespace(
-        prompt=prompt, rollouts=[SimpleNamespace(response_ids=response_ids)], rewards=[reward]
-    )
-
-
-def test_the_first_samples_of_each_step_are_written_and_survive_a_resume_whatever_their_text(
-    tmp_path,
-):
-    odd = "line\nseparator\u2028next\x85line } \u00e9"
-    metrics = Metrics(tmp_path, LogConfig(samples_per_step=2), 3)
-    for step in range(2):
-        groups = [group(f"{odd}{i}", torch.tensor([i]), float(i)) for i in range(3)]
-        metrics.write_samples(
-            step, groups, lambda ids: f"{odd}{ids.item()}", torch.tensor([[0.5], [1.5], [2.5]])
-        )
-    before = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
-    first = json.loads(before[0])
-    assert first == dict(
-        step=0, prompt=odd + "0", response=odd + "0", answer="42", reward=0.0, advantage=0.5
-    )
-    assert [json.loads(line)["step"] for line in before] == [0, 0, 1, 1]
-    Metrics(tmp_path, QUIET, 3, first_step=1)
-    assert (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n")[:-1] == before[:2]
-
-
-STUB = """
-calls = []
-class Run:
-    def log(self, record, step):
-        calls.append((step, record))
-    def finish(self):
-        calls.append("finish")
-def init(**settings):
-    calls.append(settings)
-    return Run()
-"""
-
-
-def test_wandb_gets_one_call_per_step_with_the_trainers_step_also_after_a_resume(
-    tmp_path, monkeypatch
-):
-    """prime-rl#1516, wandb#10628: several calls per step, implicit counters, steps that are dropped
-    in silence.
-    """
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "wandb.py").write_text(STUB)
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    import wandb
-
-    config = LogConfig(wandb_project="mine", plot_every=0)
-    logged = []
-    for first, last in ((0, 7), (5, 9)):
-        metrics = Metrics(tmp_path / "run", config, 9, first_step=first, settings={"seed": 3})
-        for step in range(first, last):
-            metrics.add("x", step)
-            with metrics.timer("rollout"):
-                pass
-            logged.append(metrics.log(step))
-    settings, *calls = wandb.calls
-    assert settings == dict(project="mine", name="run", config={"seed": 3})
-    # The second run is a run of its own, so steps 5 and 6 are not below its last.
-    assert calls == [
-        *enumerate(logged[:7]),
-        settings,
-        *zip(range(5, 9), logged[7:], strict=True),
-        "finish",
-    ]
-
-
-def test_a_missing_wandb_is_refused_before_anything_is_loaded(monkeypatch):
-    monkeypatch.setattr(metrics_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError,
-        match="--log.wandb-project mine: needs wandb; install it with: pip install wandb",
-    ):
-        LogConfig(wandb_project="mine")
-    LogConfig()
-
-
-def test_only_the_first_rank_writes_prints_and_calls_wandb(tmp_path):
-    def on_a_rank():
-        directory = tmp_path / str(dist.get_rank())
-        metrics = Metrics(directory, QUIET, 1)
-        metrics.write_samples(0, [group("a", torch.tensor([1]), 1.0)], str, torch.tensor([[0.5]]))
-        metrics.log(0)
-        return directory.exists()
-
-    assert run_ranks(2, on_a_rank) == [True, False]
-
-
-def test_alarms_are_raised_once_each(tmp_path, capsys):
-    metrics = Metrics(tmp_path, LogConfig(plot_every=0, zero_std_alarm=3), 20)
-
-    def warnings(step, **values):
-        for name, value in values.items():
-            metrics.add(name.replace("__", "/"), value)
-        metrics.log(step)
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-
-    calm = dict(rollout_corr__kl=0.09, actor__entropy=0.02)
-    assert warnings(0, **calm) == []
-    (mismatch,) = warnings(1, rollout_corr__kl=0.11)
-    assert "differ by 0.110 nats per token; run once with --verify-sync" in mismatch
-    assert warnings(2, rollout_corr__kl=0.5) == []
-    (entropy,) = warnings(3, actor__entropy=0.001)
-    assert "entropy is down to 0.0010 nats" in entropy
-    assert warnings(4, actor__entropy=0.001) == []
-    flat, some = dict(reward__frac_zero_std=1.0), dict(reward__frac_zero_std=0.9)
-    assert [warnings(step, **x) for step, x in enumerate((flat, flat, some, flat, flat), 5)] == [
-        []
-    ] * 5
-    (spread,) = warnings(10, **flat)
-    assert "no group had any spread for 3 steps" in spread
-    assert warnings(11, **flat) == []
-
-
-def test_the_console_has_a_line_per_step(tmp_path, capsys):
-    metrics = Metrics(tmp_path, QUIET, 10)
-    metrics.update({"reward/mean": 0.5, "actor/entropy": 1.25, "actor/ppo_kl": 1e-4})
-    metrics.log(2)
-    line = capsys.readouterr().out
-    assert (
-        line.startswith("step    3/10  reward 0.500  entropy 1.250  kl 0.00010  ")
-        and line.count("\n") == 1
-    )
-    assert "left" in line
-
-
-def test_curves_are_drawn_now_and_then_and_at_the_last_step(tmp_path):
-    pytest.importorskip("matplotlib")
-    metrics = Metrics(tmp_path, LogConfig(plot_every=2), 3)
-    picture = tmp_path / "curves.png"
-    drawn = []
-    for step in range(3):
-        metrics.add("reward/mean", step / 3)
-        metrics.log(step)
-        drawn.append(picture.exists())
-        if picture.exists():
-            assert picture.read_bytes().startswith(b"\x89PNG")
-            picture.unlink()
-    assert drawn == [False, True, True]
-    plot(tmp_path / "metrics.jsonl", tmp_path / "again.png")
-    assert (tmp_path / "again.png").stat().st_size > 10_000
 
 
 def test_total_is_the_sum_over_ranks():
@@ -497,21 +394,228 @@ def test_total_is_the_sum_over_ranks():
     assert run_ranks(2, lambda: total(torch.tensor(dist.get_rank() + 1.0))) == [3.0, 3.0]
 
 
-def test_numbers_that_are_not_finite_stay_visible(tmp_path):
-    metrics = Metrics(tmp_path, QUIET, 1)
+def test_numbers_that_are_not_finite_stay_visible():
+    metrics = Metrics()
     metrics.update({"bad": float("nan"), "worse": math.inf})
-    record = metrics.log(0)
-    assert (
-        math.isnan(record["bad"])
-        and math.isnan(records(tmp_path)[0]["bad"])
-        and record["worse"] == math.inf
-    )
+    record = metrics.reduce()
+    assert math.isnan(record["bad"]) and record["worse"] == math.inf
+
+
+@pytest.mark.parametrize("reduction", ["max", "min"])
+@pytest.mark.parametrize("make", [float, torch.tensor], ids=["float", "tensor"])
+def test_nan_is_not_hidden_by_a_maximum_wherever_it_stands(make, reduction):
+    """max(1, nan) is 1 and max(nan, 1) is nan."""
+
+    def on_a_rank(values):
+        metrics = Metrics()
+        for value in values[dist.get_rank()]:
+            metrics.add("x", make(value), reduction=reduction)
+        return metrics.reduce()["x"]
+
+    nan = math.nan
+    for values in ([[1.0, nan, 2.0], [3.0]], [[nan, 1.0], [3.0]], [[3.0], [nan]], [[nan], [3.0]]):
+        assert all(math.isnan(x) for x in run_ranks(2, on_a_rank, values))
+
+
+def test_a_maximum_takes_floats_and_tensors_in_any_order():
+    metrics = Metrics()
+    for name, values in (("a", (1.0, torch.tensor(2.0))), ("b", (torch.tensor(1.0), 2.0))):
+        for value in values:
+            metrics.add(name, value, reduction="max")
+            metrics.add(name + " least", value, reduction="min")
+    record = metrics.reduce()
+    assert [record[name] for name in ("a", "b", "a least", "b least")] == [2.0, 2.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "max"])
+def test_what_the_caller_writes_to_its_tensor_afterwards_does_not_count(reduction):
+    metrics = Metrics()
+    x = torch.tensor(2.0)
+    metrics.add("x", x, reduction=reduction)
+    x += 100
+    assert metrics.reduce()["x"] == 2.0
+    assert total(x) == 102.0 and x == 102.0
+
+
+def test_sums_of_16_bit_values_do_not_stand_still():
+    """In bf16 256 + 1 is 256."""
+    metrics = Metrics()
+    for _ in range(1000):
+        metrics.add("sum", torch.tensor(1.0, dtype=torch.bfloat16), reduction="sum")
+        metrics.add("mean", torch.tensor(0.75, dtype=torch.bfloat16), weight=3)
+    record = metrics.reduce()
+    assert (record["sum"], record["mean"]) == (1000.0, 0.75)
 
 
 @pytest.mark.parametrize(
-    "setting", [dict(samples_per_step=-1), dict(plot_every=-1), dict(zero_std_alarm=0)]
+    "rewards, is_flat",
+    [
+        ([0.1 + 0.2, 0.3], True),  # sums in another order
+        ([0.3, 0.1 + 0.2, 0.3], True),
+        ([1e8 + 1, 1e8], False),  # one number in fp32
+        ([1e8 * (0.1 + 0.2), 1e8 * 0.3], True),
+        ([0.3, 0.3, 0.3000001], False),
+        ([0.0, -1e-9], False),
+        ([-2.0, -2.0], True),
+    ],
 )
-def test_settings_without_meaning_are_refused(setting):
-    (name,) = setting
-    with pytest.raises(ValueError, match=f"--log.{name.replace('_', '-')}"):
-        LogConfig(**setting)
+def test_a_group_is_flat_exactly_where_its_advantages_are_0(rewards, is_flat):
+    """radixark/miles#701, verl#4598: groups whose rewards differ by rounding only."""
+    metrics = Metrics()
+    metrics.add_group("x", rewards, [rollout(1, 2)] * len(rewards))
+    assert metrics.reduce()["reward/frac_zero_std"] == (1.0 if is_flat else 0.0)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_after_an_exception_time_is_booked_where_it_is_spent(error, monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(
+        metrics_module, "time", SimpleNamespace(perf_counter=lambda: clock.now), raising=True
+    )
+    metrics = Metrics()
+    with pytest.raises(error), metrics.timer("rollout"), metrics.timer("reward"):
+        clock.now += 1.0
+        raise error
+    clock.now += 5.0
+    with metrics.timer("update"):
+        clock.now += 2.0
+    record = metrics.reduce()
+    times = {name: x for name, x in record.items() if name.startswith("timing_s/")}
+    assert times == {
+        "timing_s/other": 5.0,
+        "timing_s/rollout": 0.0,
+        "timing_s/reward": 1.0,
+        "timing_s/update": 2.0,
+        "timing_s/step": 8.0,
+    }
+
+
+def test_an_exception_in_a_timer_does_not_wait_for_the_device(monkeypatch):
+    """What the device waits for, a collective of a rank that has failed, may never come."""
+    waits = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+    monkeypatch.setattr(metrics_module._DeviceSampler, "__init__", lambda self, phases: None)
+    metrics = Metrics()
+    with pytest.raises(ValueError), metrics.timer("update"):
+        assert len(waits) == 1
+        raise ValueError
+    assert len(waits) == 1
+    with metrics.timer("update"):
+        pass
+    assert len(waits) == 3
+
+
+class FakeNvml(SimpleNamespace):
+    """A GPU that is 70 % busy with 2 GiB in use, or one that tells nothing."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, fails_at=""):
+        def call(name, result):
+            def answer(*_):
+                if name == self.fails_at:
+                    raise FakeNvml.NVMLError("Not Supported")
+                return result
+
+            return answer
+
+        super().__init__(
+            fails_at=fails_at,
+            NVMLError=FakeNvml.NVMLError,
+            nvmlInit=call("init", None),
+            nvmlDeviceGetHandleByUUID=call("uuid", "handle"),
+            nvmlDeviceGetMemoryInfo=call("memory", SimpleNamespace(used=2 << 30)),
+            nvmlDeviceGetUtilizationRates=call("busy", SimpleNamespace(gpu=70)),
+        )
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """sampler() on a machine with a GPU, as far as metrics.py sees."""
+    real = metrics_module.importlib.util.find_spec
+    found = SimpleNamespace(find_spec=lambda name: name == "pynvml" or real(name))
+    monkeypatch.setattr(metrics_module.importlib, "util", found)
+    for name, value in dict(
+        is_available=lambda: True,
+        current_device=lambda: 0,
+        get_device_properties=lambda _: SimpleNamespace(uuid="1"),
+    ).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    def sampler(nvml, phases=()):
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        return metrics_module._DeviceSampler(phases)
+
+    return sampler
+
+
+def wait_until(condition):
+    end = time.perf_counter() + 20
+    while not condition():
+        assert time.perf_counter() < end
+        time.sleep(0.01)
+
+
+def test_the_device_is_sampled_by_phase_and_null_under_half_a_second(gpu):
+    phases = []
+    sampler = gpu(FakeNvml(), phases)
+    phases += ["step", "update"]
+    wait_until(lambda: sampler.mean_utilization("update") == 70.0)
+    phases.clear()
+    assert sampler.mean_utilization("ref_logprobs") is None
+    assert sampler.max_memory_gb() == {"": 2.0, "step": 2.0, "update": 2.0}
+    sampler.clear()
+    assert sampler.mean_utilization("update") is None  # too few
+
+
+def test_figures_of_the_device_are_over_all_ranks():
+    def on_a_rank():
+        metrics = Metrics()
+        rank = dist.get_rank()
+        busy = {"update": 40.0 + 20 * rank} | ({"ref_logprobs": 7.0} if rank else {})
+        metrics._device = SimpleNamespace(
+            max_memory_gb=lambda: {"": 2.0 + rank, "update": 1.5 - rank},
+            mean_utilization=busy.get,
+            clear=lambda: busy.clear(),
+        )
+        return metrics.reduce(), metrics.reduce()
+
+    for record, later in run_ranks(2, on_a_rank):
+        assert (record["perf/max_memory_gb"], record["perf/max_memory_gb/update"]) == (3.0, 1.5)
+        assert record["memory/actor_gpu_util_pct"] == 50.0
+        assert record["memory/ref_gpu_util_pct"] == 7.0
+        assert later["memory/actor_gpu_util_pct"] is None
+
+
+@pytest.mark.parametrize("fails_at", ["init", "uuid", "memory", "busy"])
+def test_a_gpu_that_tells_nothing_ends_no_run(gpu, fails_at):
+    """Parts of a GPU (MIG), and drivers that hide UUIDs."""
+    with pytest.warns(UserWarning, match="no utilisation or memory of the GPU: Not Supported"):
+        sampler = gpu(FakeNvml(fails_at))
+    assert sampler.mean_utilization("update") is None and sampler.max_memory_gb() == {}
+
+
+def test_the_sampling_thread_ends_with_its_owner_and_with_a_gpu_that_goes_silent(gpu):
+    def threads():
+        return [t for t in threading.enumerate() if "_keep_reading" in t.name]
+
+    nvml = FakeNvml()
+    first = gpu(nvml)
+    second = gpu(FakeNvml())
+    wait_until(lambda: len(threads()) == 2)  # one of another test may still sleep
+    nvml.fails_at = "busy"
+    wait_until(lambda: len(threads()) == 1)
+    assert first.mean_utilization("update") is None
+    del second
+    wait_until(lambda: not threads())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_measured_bandwidth_is_positive_and_equal_on_all_ranks_and_nan_on_one(world_size):
+    figures = run_ranks(world_size, partial(measure_bandwidth, 1 << 16))
+    if world_size == 1:
+        assert figures[0] != figures[0]
+    else:
+        assert figures[0] > 0 and figures[0] == figures[1]

@@ -22,7 +22,7 @@ from reshard import iter_full_params, sync_weights, verify_sync
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    """{kind: directory}; "uneven" has tensors of 5 rows, which leave the last of 4 ranks with none."""
+    """{kind: directory}; "uneven" has tensors of 5 rows: the last of 4 ranks has none."""
     made = {kind: save_tiny(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
     return made | {
         "uneven": save_tiny(tmp_path_factory.mktemp("uneven"), "llama", intermediate_size=5)
@@ -78,7 +78,7 @@ def test_the_cast_to_the_samplers_type_rounds_to_nearest_for_norms_and_matrices(
 
 
 def test_wrappers_leave_no_trace_in_the_names(paths):
-    """huggingface/trl#7104: `_checkpoint_wrapped_module` in a name made the loader skip the tensor."""
+    """huggingface/trl#7104: with `_checkpoint_wrapped_module` in its name a tensor was skipped."""
 
     def job():
         wrapped = load(paths["qwen2"], activation_checkpointing=True)

@@ -2,7 +2,8 @@
 
     qwen2    tied head, biases in q, k, v
     llama    untied head, one key/value head
-    gemma3   tied head, scaled embeddings, norms of (1 + weight), two rotary tables, layers with a sliding window
+    gemma3   tied head, scaled embeddings, norms of (1 + weight), two rotary tables, layers with a
+             sliding window
 The vocabulary is the built-in task's (14 characters), so that its tokenizer and its prompts fit.
 """
 

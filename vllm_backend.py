@@ -1,0 +1,302 @@
+"""vLLM inside the training processes: the fast backend of rollout.Engine.
+
+The problem. vLLM is a server that owns its GPU, its weights and its processes. Here it must live in
+the trainer's process, take the trainer's tensors, compute the trainer's probabilities, and give its
+memory back after each rollout.
+
+How it works. What is asked of vLLM, and why:
+    external launcher     the ranks that torchrun started are its tensor-parallel workers
+    one process           weights are handed over as live tensors
+    sleep mode            level 2 frees KV cache and weights, level 1 keeps weights in host memory
+    processed logprobs    of the tempered distribution, the one that the trainer computes
+    fp32 logits           rounded to bf16 they would be off by up to 0.06
+    fp32 residual         the stream that all layers add to, where the trainer keeps it in fp32
+    FINAL_ONLY            one output a request, when it has ended
+    a scheduler           of the caller's, for --rollout.scheduler closed (scheduler.py)
+On a GPU and with tensor parallelism each request has its own seed, so a sample depends on (seed,
+prompt, sample) and not on its neighbours. On a CPU vLLM walks over seeded requests one by one, so
+one seed is set per call.
+
+The residual stream. vLLM adds to it inside its RMSNorm kernels, in bf16. A subclass of its norms,
+registered through its own out-of-tree registry, keeps it in fp32. That holds for models whose
+residual goes through an RMSNorm; Granite, OLMo and Phi add elsewhere. Engines with 8-bit weights
+keep bf16. On SmolLM2 the log-probabilities of sampler and trainer then differ by a third less.
+
+What we give up: vLLM's server, its tokenizer, speculative decoding, LoRA kernels.
+Source: Kwon 2023 (PagedAttention, arXiv:2309.06180). vLLM 0.26 to 0.32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class VllmBackend:
+    """One vLLM engine over this rank's tensor-parallel group; it ends its construction asleep.
+
+    config: rollout.RolloutConfig. num_samples: responses of a step on this engine. make_scheduler:
+    returns a class for vLLM's scheduler_cls, or None for vLLM's own; asked where config.scheduler
+    is "closed" (scheduler.closed_batch_scheduler). Construction is a collective.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        config,
+        *,
+        dtype: torch.dtype,
+        max_model_len: int,
+        num_samples: int,
+        stop_ids: list[int],
+        seed: int,
+        make_scheduler: Callable[[], type | None] | None = None,
+    ):
+        self.config = config
+        self.dtype = dtype
+        self.max_model_len = max_model_len
+        self.max_num_seqs = config.max_num_seqs or min(1024, num_samples)
+        self.stop_ids = stop_ids
+        self.inner_ids: dict[int, str] = {}  # vLLM's names of the requests that run
+        self.on_gpu = torch.cuda.is_available()
+        self.sleeps = self.on_gpu and config.sleep_level > 0
+        self.fp32_residual = dtype == torch.bfloat16 and config.quantization == "none"
+        # In this process, and set before the import.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        with _globals_restored():
+            self._build(path, seed, make_scheduler if config.scheduler == "closed" else None)
+            self._warm_up(num_samples)
+        self._clean_up()
+        self.sleep()
+
+    def _build(self, path: str, seed: int, make_scheduler: Callable | None) -> None:
+        import vllm._custom_ops
+
+        if not self.on_gpu:
+            # Packed linears refuse new weights, and round more.
+            vllm._custom_ops._supports_onednn = False
+        if self.fp32_residual:
+            _keep_residual_in_fp32()
+        scheduler = make_scheduler() if make_scheduler else None
+        self.llm = vllm.LLM(path, seed=seed, scheduler_cls=scheduler, **self._arguments())
+        self.keeps_logprobs = scheduler is not None
+        for module in self.model.modules():
+            if "do_not_compile" in vars(module):
+                # vLLM decorates Transformers' own classes, the trainer's too.
+                type(module).do_not_compile = True
+
+    def _arguments(self) -> dict[str, Any]:
+        config = self.config
+        arguments = {
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "distributed_executor_backend": "external_launcher",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "quantization": None if config.quantization == "none" else config.quantization,
+            "kv_cache_dtype": config.kv_cache_dtype,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": max(
+                config.max_num_batched_tokens or 16384, self.max_model_len
+            ),
+            "gpu_memory_utilization": config.memory_fraction,
+            "logprobs_mode": "processed_logprobs",
+            "hf_overrides": {"head_dtype": "float32"},
+            "generation_config": "vllm",  # none of the model's own top-p or penalties
+            # vLLM keeps compiled models by configuration.
+            "additional_config": {"fp32_residual": self.fp32_residual},
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        if config.kv_cache_gb or not self.on_gpu:
+            arguments["kv_cache_memory_bytes"] = int((config.kv_cache_gb or 0.25) * 2**30)
+        if self.on_gpu:
+            arguments["compilation_config"] = {"cudagraph_capture_sizes": self._graph_sizes()}
+            arguments["async_scheduling"] = True
+            arguments["enable_sleep_mode"] = config.sleep_level > 0
+        else:
+            arguments["enforce_eager"] = True
+            # A seeded request whose prompt is split over two steps fails on CPU.
+            arguments["enable_chunked_prefill"] = False
+        return arguments
+
+    def _graph_sizes(self) -> list[int]:
+        """Batch sizes whose decode step is captured: fine where batches are small."""
+        largest = self.max_num_seqs
+        middle = [size for size in range(8, largest, 8) if size <= 64 or size % 32 == 0]
+        return sorted({1, 2, 4, *middle, largest})
+
+    def _warm_up(self, num_samples: int) -> None:
+        """Kernels are compiled at their first use: before step 0, not in it."""
+        params = self._sampling_params(1.0)
+        params.max_tokens = 2
+        for index in range(num_samples):
+            self._add(index, [0], params, seed=0)
+        self._finish_all(lambda *result: None)
+
+    def _clean_up(self) -> None:
+        # What ranks share on CPU has the same name in every job; left behind by a killed one, it
+        # would fail the next.
+        for file in [] if self.on_gpu else Path("/dev/shm").glob("*-cpushm_*"):
+            # Another rank was faster, or it is another user's.
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                file.unlink()
+        finalizer = getattr(self.llm.llm_engine.engine_core, "_finalizer", None)  # none in 0.26
+        if finalizer is not None:
+            finalizer.detach()  # deleting the engine would destroy the trainer's process group
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The engine's module on this rank, with fused and sliced parameters."""
+        return self.llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+
+    def wake_weights(self) -> None:
+        """The weights have memory afterwards; after level-2 sleep they are garbage."""
+        if self.sleeps:
+            # The trainer's cached blocks count as used: the wake-up would run out of memory.
+            torch.cuda.empty_cache()
+            self.llm.wake_up(["weights"])
+
+    def wake_cache(self) -> None:
+        """The KV cache has memory afterwards."""
+        if self.sleeps:
+            self.llm.wake_up(["kv_cache"])
+
+    def forget_prefixes(self) -> None:
+        """No key of an earlier policy is reused."""
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+
+    def sleep(self) -> None:
+        """Memory goes back to the trainer."""
+        if self.sleeps:
+            self.llm.sleep(level=self.config.sleep_level)
+
+    @torch.no_grad()
+    def load(self, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
+        """The names of the engine's parameters that got no tensor; none with 8-bit weights."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.llm.llm_engine.vllm_config):
+            if self.config.quantization != "none":
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+                return set()
+            # The loader alone takes a quarter of reload_weights' time, and keeps addresses for CUDA
+            # graphs as well.
+            loaded = self.model.load_weights(weights)
+        return {name for name, _ in self.model.named_parameters()} - set(loaded)
+
+    def run(
+        self,
+        prompts: list[list[int]],
+        order: list[int],
+        num_samples: int,
+        temperature: float,
+        seed: int,
+        finish: Callable,
+    ) -> None:
+        """finish(p * num_samples + g, response ids, log-probabilities, truncated) as responses end.
+
+        Prompts are submitted by `order`.
+        """
+        own_seeds = self.on_gpu or self.config.tensor_parallel_size > 1
+        params = self._sampling_params(temperature)
+        for p in order:
+            for index in range(p * num_samples, (p + 1) * num_samples):
+                self._add(index, prompts[p], params, seed + index if own_seeds else None)
+        self._finish_all(finish)
+
+    def _add(self, index: int, prompt: list[int], params, seed: int | None) -> None:
+        own = copy.copy(params)
+        own.seed = seed
+        engine = self.llm.llm_engine
+        self.inner_ids[index] = engine.add_request(str(index), {"prompt_token_ids": prompt}, own)
+
+    def _finish_all(self, finish: Callable) -> None:
+        """Runs the engine until all requests have ended."""
+        engine = self.llm.llm_engine
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    index = int(output.request_id)
+                    response = output.outputs[0]
+                    inner_id = self.inner_ids.pop(index)
+                    if self.keeps_logprobs:
+                        logprobs = self.scheduler.take_logprobs(inner_id)
+                    else:
+                        logprobs = torch.tensor(response.logprobs.logprobs)
+                    # The end token, stop ids and stop strings are all "stop".
+                    truncated = response.finish_reason == "length"
+                    finish(index, torch.tensor(response.token_ids), logprobs, truncated)
+
+    @property
+    def scheduler(self):
+        """vLLM's, in this process."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def _sampling_params(self, temperature: float):
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        return SamplingParams(
+            temperature=temperature,
+            max_tokens=self.config.max_response_tokens,
+            stop_token_ids=[] if self.config.ignore_eos else self.stop_ids,
+            ignore_eos=self.config.ignore_eos,
+            logprobs=0,  # the sampled token's alone
+            flat_logprobs=True,  # one list of floats instead of a dictionary per token
+            detokenize=False,
+            skip_clone=True,  # vLLM need not copy each request's deeply: nobody changes them
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+
+@contextlib.contextmanager
+def _globals_restored() -> Iterator[None]:
+    """vLLM reseeds torch, rewrites LOCAL_WORLD_SIZE and replaces torch.set_num_threads."""
+    set_num_threads = torch.set_num_threads
+    num_threads = torch.get_num_threads()
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+    torch.set_num_threads = set_num_threads
+    torch.set_num_threads(num_threads)
+    os.environ["LOCAL_WORLD_SIZE"] = local_world_size
+
+
+def _keep_residual_in_fp32() -> None:
+    """From now on vLLM's norms, which add to the residual stream too, keep it in fp32."""
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+    def add_and_normalize(norm, x, residual, offset: float):
+        stream = x.float() + residual
+        size = getattr(norm, "variance_size_override", None)
+        square = stream[..., :size].square().mean(-1, keepdim=True)
+        weight = norm.weight.float() + offset
+        normal = stream * torch.rsqrt(square + norm.variance_epsilon) * weight
+        return normal.to(x.dtype), stream
+
+    class Fp32RMSNorm(RMSNorm):
+        def forward_native(self, x, residual=None):
+            if residual is None:
+                return super().forward_native(x)
+            return add_and_normalize(self, x, residual, offset=0.0)
+
+    class Fp32GemmaRMSNorm(GemmaRMSNorm):
+        def forward_native(self, x, residual=None):
+            if residual is None:
+                return super().forward_native(x)
+            return add_and_normalize(self, x, residual, offset=1.0)  # its weights are less 1
+
+    for norm, replacement in ((RMSNorm, Fp32RMSNorm), (GemmaRMSNorm, Fp32GemmaRMSNorm)):
+        if norm.__name__ not in op_registry_oot:
+            norm.register_oot(replacement)
