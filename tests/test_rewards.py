@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from decimal import Decimal
 from fractions import Fraction
 from typing import ClassVar
 
@@ -23,7 +22,6 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from rewards import RewardConfig, Scorer, score
-from worker import evaluate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FUNCTIONS = """
@@ -447,58 +445,6 @@ def test_a_reward_url_where_nobody_answers_is_refused_at_the_start(url):
     assert "\n" not in str(error.value)
 
 
-def one_of_eight(bad):
-    """A function of single samples that returns `bad` for the response "x"."""
-    return lambda response: bad if response == "x" else 1.0
-
-
-def too_few(responses):
-    return [1.0] * (len(responses) - 1)
-
-
-INF = float("inf")
-BAD_VALUES = [
-    None,
-    "1.0",
-    [1.0],
-    {},
-    float("nan"),
-    INF,
-    -INF,
-    1j,
-    10**400,
-    torch.ones(2),
-    torch.tensor(INF),
-    # Tencent-Hunyuan/UniRL#330, huggingface/trl#5775: finite in double, not in fp32
-    1e39,
-    -1e39,
-    torch.tensor(1e39, dtype=torch.float64),
-    Decimal("1e40"),
-    2**130,
-]
-
-
-@pytest.mark.parametrize("bad", BAD_VALUES, ids=lambda bad: repr(bad)[:20])
-def test_a_value_that_is_no_finite_number_is_an_error_of_its_sample_alone(bad, capfd):
-    outcomes = evaluate(one_of_eight(bad), samples_of("x"))
-    assert outcomes[0][0] is None and "must be one finite number" in outcomes[0][1]
-    assert evaluate(one_of_eight(bad), samples_of("y")) == [(1.0, "")]
-    in_batch = evaluate(
-        lambda responses: [one_of_eight(bad)(response) for response in responses],
-        samples_of("y", "x"),
-    )
-    assert in_batch == [(1.0, ""), outcomes[0]]
-
-
-@pytest.mark.parametrize(
-    "good", [1, True, 1.0, torch.tensor(1.0), torch.ones(1, 1), torch.ones(3).numpy()[0]]
-)
-def test_numbers_of_python_numpy_and_torch_are_rewards(good):
-    assert evaluate(lambda response: good, samples_of("y")) == [(1.0, "")]
-    assert evaluate(lambda responses: [good] * 2, samples_of("y", "z")) == [(1.0, "")] * 2
-    assert evaluate(lambda responses: torch.ones(2), samples_of("y", "z")) == [(1.0, "")] * 2
-
-
 def test_whole_numbers_booleans_and_fractions_are_rewards(capfd):
     values = [False, 0, -3, 7, torch.tensor(2), torch.tensor(True).numpy(), Fraction(1, 2)]
     expected = [0.0, 0.0, -3.0, 7.0, 2.0, 1.0, 0.5]
@@ -540,40 +486,6 @@ def test_an_error_whose_text_has_half_a_surrogate_is_counted_and_shown(capfd):
     rewards, stats = score(fail, samples_of("\ud83d"), num_workers=1)
     assert rewards == [0] and stats["error_frac"] == 1
     assert "ValueError" in capfd.readouterr().err
-
-
-def test_a_batch_result_of_the_wrong_length_or_type_is_an_error_of_all_its_samples():
-    for bad in ([1.0], "12", b"12", {0: 1.0, 1: 2.0}, {1.0, 2.0}, 1.0, None):
-        outcomes = evaluate(lambda responses, bad=bad: bad, samples_of("y", "z"))
-        assert [reward for reward, _ in outcomes] == [None, None]
-
-
-def test_a_value_with_a_float_that_fails_is_an_error_of_its_sample_alone():
-    class Broken:
-        def __float__(self):
-            raise AttributeError("nothing")
-
-    outcomes = evaluate(lambda responses: [1.0, Broken(), 2.0], samples_of("x", "y", "z"))
-    assert [reward for reward, _ in outcomes] == [1.0, None, 2.0]
-
-
-def test_a_value_that_cannot_even_be_shown_is_an_error():
-    class Hidden:
-        def __repr__(self):
-            raise RuntimeError("no name")
-
-    assert "no name" in evaluate(lambda response: Hidden(), samples_of("y"))[0][1]
-
-
-def test_a_column_that_only_some_samples_of_a_batch_have_is_none_for_the_others():
-    samples = samples_of("a", level=1) + samples_of("b") + samples_of("c", level=3)
-    for batch in (samples, samples[1:], samples[:2]):
-        expected = [float(sample.get("level") or -1) for sample in batch]
-        named = evaluate(lambda responses, level=None: [x or -1 for x in level], batch)
-        everything = evaluate(
-            lambda responses, **columns: [x or -1 for x in columns["level"]], batch
-        )
-        assert named == everything == [(x, "") for x in expected]
 
 
 def test_errors_are_counted_shown_once_and_stand_as_the_error_reward(functions, capfd):
