@@ -13,7 +13,7 @@ is an error: it counts as error_reward and in error_frac, the first of each func
 collect raises when more than max_error_frac of a function's samples fail.
 
 Functions, by spec. (Reward models are no spec: they run on the trainer's ranks.)
-    math, exact       math_reward and exact_reward of the file answers.py beside this one
+    math, exact       math_reward and exact_rewards of the file answers.py beside this one
     reasoning_gym     gym_reward of that file
     path.py:function  yours, sync or async. Its parameters are named after columns: prompt,
                       response, answer, truncated, any of the data. A function with a parameter

@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 FILE = os.path.abspath(__file__)
-BUILT_IN = {"math": "math_reward", "exact": "exact_reward", "reasoning_gym": "gym_reward"}
+BUILT_IN = {"math": "math_reward", "exact": "exact_rewards", "reasoning_gym": "gym_reward"}
 MAX_PRINTED = 4000
 MAX_REWARD = 3.4028234663852886e38  # of fp32
 BATCH = {"responses", "completions"}

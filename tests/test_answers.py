@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from answers import exact_reward, extract_answer, math_reward
+from answers import exact_rewards, extract_answer, math_reward
 
 TABLE = [
     json.loads(line)
@@ -399,6 +399,4 @@ def test_hostile_answers_cost_less_than_200_ms(given, gold):
 
 
 def test_an_exact_answer_is_the_whole_stripped_response():
-    assert exact_reward(" 068\n", "068") == 1.0
-    assert exact_reward("68", "068") == 0.0
-    assert exact_reward("7", 7) == 1.0
+    assert exact_rewards([" 068\n", "68", "7"], ["068", "068", 7]) == [1.0, 0.0, 1.0]

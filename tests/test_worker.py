@@ -106,4 +106,4 @@ def test_a_function_that_exits_is_an_error_of_its_samples():
 
 def test_built_in_rules_are_functions_of_the_file_beside():
     assert load_function("math", 1.0)("\\boxed{0.5}", "1/2") == 1.0
-    assert load_function("exact", 1.0)("0.5", "1/2") == 0.0
+    assert load_function("exact", 1.0)(["0.5"], ["1/2"]) == [0.0]
