@@ -10,6 +10,9 @@ when the trainer's end of the pipe closes; if a call is then still running, limi
 began.
 
 What a function prints goes to stderr, the first MAX_PRINTED characters of each worker.
+
+A function may name packages that it imports when it is called (f.packages = ("sympy",)): they are
+imported at the start, before the clock of a call runs, and a missing one is refused there.
 """
 
 import contextlib
