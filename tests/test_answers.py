@@ -408,3 +408,13 @@ def test_hostile_answers_cost_less_than_200_ms(given, gold):
 
 def test_an_exact_answer_is_the_whole_stripped_response():
     assert exact_rewards([" 068\n", "68", "7"], ["068", "068", 7]) == [1.0, 0.0, 1.0]
+
+
+def test_answers_beyond_the_limits_are_wrong_whatever_they_hold():
+    items = LONG.split(",")
+    assert math_reward(boxed(",".join(items[:20])), ",".join(items[19::-1])) == 1.0
+    assert math_reward(boxed(LONG), ",".join(reversed(items))) == 0.0  # too many pairs
+    assert math_reward(boxed("5." + "0" * 50), "5") == 1.0
+    assert math_reward(boxed("5." + "0" * 200), "5") == 0.0  # far longer than the gold one
+    assert math_reward(boxed("{" * 10 + "5" + "}" * 10), "5") == 1.0
+    assert math_reward(boxed("{" * 30 + "5" + "}" * 30), "5") == 0.0  # too deep
