@@ -382,7 +382,7 @@ def test_20000_texts_are_judged_in_less_than_200_ms_each_without_an_error():
     assert judge(seed=1, num_texts=20000) < 0.2
 
 
-LONG = ",".join(str(number) for number in range(100, 220))
+LONG = ",".join(str(number) for number in range(10, 100))
 HOSTILE = [
     ("{" * 250 + "}" * 250, "{" * 249 + "}" * 249),
     ("(" * 250 + ")" * 250, "(" * 249 + "1" + ")" * 249),
