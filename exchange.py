@@ -109,15 +109,14 @@ def exchange(
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     problem = _find_problem(sequences, destination, num_ranks)
+    if num_ranks == 1 and problem:
+        raise ValueError(problem)
     if num_ranks == 1:
-        if problem:
-            raise ValueError(problem)
         return list(sequences)
     group = group or dist.group.WORLD
     _check_group(group)
-    if problem:
-        sequences = []
-        destination = []
+    if problem:  # the others are told first
+        sequences = destination = []
     fields = _fields(sequences)
     by_receiver: list[list[dict[str, Tensor]]] = [[] for _ in range(num_ranks)]
     for sequence, receiver in zip(sequences, destination, strict=True):

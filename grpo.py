@@ -27,6 +27,7 @@ Source: Shao 2024 (arXiv:2402.03300).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -53,6 +54,7 @@ import report
 import reshard
 import rollout
 import run
+import scheduler
 import vllm_backend
 from advantages import AdvantageConfig
 from data import DataConfig
@@ -259,9 +261,12 @@ def load_models(args: Args, path: str, mesh) -> tuple[nn.Module, nn.Module | Non
 
 def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
     """The sampler, asleep: vLLM, or Transformers' generate."""
-    is_vllm = args.rollout.backend == "vllm"
+    backend = hf_backend.HfBackend
+    if args.rollout.backend == "vllm":
+        make = scheduler.closed_batch_scheduler
+        backend = functools.partial(vllm_backend.VllmBackend, make_scheduler=make)
     return rollout.Engine(
-        vllm_backend.VllmBackend if is_vllm else hf_backend.HfBackend,
+        backend,
         path,
         args.rollout,
         max_prompt_tokens=args.data.max_prompt_tokens,

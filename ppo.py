@@ -19,6 +19,7 @@ Sources: Schulman 2017 (arXiv:1707.06347), Ouyang 2022 (InstructGPT, arXiv:2203.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -44,6 +45,7 @@ import report
 import reshard
 import rollout
 import run
+import scheduler
 import vllm_backend
 from advantages import GaeConfig, KlController
 from data import DataConfig
@@ -269,9 +271,12 @@ def load_models(args: Args, paths: list[str], mesh) -> list[nn.Module | None]:
 
 def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
     """The sampler, asleep: vLLM, or Transformers' generate."""
-    is_vllm = args.rollout.backend == "vllm"
+    backend = hf_backend.HfBackend
+    if args.rollout.backend == "vllm":
+        make = scheduler.closed_batch_scheduler
+        backend = functools.partial(vllm_backend.VllmBackend, make_scheduler=make)
     return rollout.Engine(
-        vllm_backend.VllmBackend if is_vllm else hf_backend.HfBackend,
+        backend,
         path,
         args.rollout,
         max_prompt_tokens=args.data.max_prompt_tokens,

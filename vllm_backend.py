@@ -12,6 +12,7 @@ How it works. What is asked of vLLM, and why:
     fp32 logits           rounded to bf16 they would be off by up to 0.06
     fp32 residual         the stream that all layers add to, where the trainer keeps it in fp32
     FINAL_ONLY            one output a request, when it has ended
+    a scheduler           of the caller's, for --rollout.scheduler closed (scheduler.py)
 On a GPU and with tensor parallelism each request has its own seed, so a sample depends on (seed,
 prompt, sample) and not on its neighbours. On a CPU vLLM walks over seeded requests one by one, so
 one seed is set per call.
@@ -28,6 +29,7 @@ Source: Kwon 2023 (PagedAttention, arXiv:2309.06180). vLLM 0.26 to 0.32.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,8 +42,9 @@ from torch import Tensor
 class VllmBackend:
     """One vLLM engine over this rank's tensor-parallel group; it ends its construction asleep.
 
-    config: rollout.RolloutConfig. num_samples: responses of a step on this engine. Construction is
-    a collective.
+    config: rollout.RolloutConfig. num_samples: responses of a step on this engine. make_scheduler:
+    returns a class for vLLM's scheduler_cls, or None for vLLM's own; asked where config.scheduler
+    is "closed" (scheduler.closed_batch_scheduler). Construction is a collective.
     """
 
     def __init__(
@@ -54,12 +57,14 @@ class VllmBackend:
         num_samples: int,
         stop_ids: list[int],
         seed: int,
+        make_scheduler: Callable[[], type | None] | None = None,
     ):
         self.config = config
         self.dtype = dtype
         self.max_model_len = max_model_len
         self.max_num_seqs = config.max_num_seqs or min(1024, num_samples)
         self.stop_ids = stop_ids
+        self.inner_ids: dict[int, str] = {}  # vLLM's names of the requests that run
         self.on_gpu = torch.cuda.is_available()
         self.sleeps = self.on_gpu and config.sleep_level > 0
         self.fp32_residual = dtype == torch.bfloat16 and config.quantization == "none"
@@ -67,12 +72,12 @@ class VllmBackend:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         with _globals_restored():
-            self._build(path, seed)
+            self._build(path, seed, make_scheduler if config.scheduler == "closed" else None)
             self._warm_up(num_samples)
         self._clean_up()
         self.sleep()
 
-    def _build(self, path: str, seed: int) -> None:
+    def _build(self, path: str, seed: int, make_scheduler: Callable | None) -> None:
         import vllm._custom_ops
 
         if not self.on_gpu:
@@ -80,7 +85,9 @@ class VllmBackend:
             vllm._custom_ops._supports_onednn = False
         if self.fp32_residual:
             _keep_residual_in_fp32()
-        self.llm = vllm.LLM(path, seed=seed, **self._arguments())
+        scheduler = make_scheduler() if make_scheduler else None
+        self.llm = vllm.LLM(path, seed=seed, scheduler_cls=scheduler, **self._arguments())
+        self.keeps_logprobs = scheduler is not None
         for module in self.model.modules():
             if "do_not_compile" in vars(module):
                 # vLLM decorates Transformers' own classes, the trainer's too.
@@ -129,10 +136,11 @@ class VllmBackend:
 
     def _warm_up(self, num_samples: int) -> None:
         """Kernels are compiled at their first use: before step 0, not in it."""
-        params = self._sampling_params(1.0, 0)
+        params = self._sampling_params(1.0)
         params.max_tokens = 2
-        requests = [{"prompt_token_ids": [0]}] * num_samples
-        self.llm.generate(requests, params, use_tqdm=False)
+        for index in range(num_samples):
+            self._add(index, [0], params, seed=0)
+        self._finish_all(lambda *result: None)
 
     def _clean_up(self) -> None:
         # What ranks share on CPU has the same name in every job; left behind by a killed one, it
@@ -199,36 +207,53 @@ class VllmBackend:
 
         Prompts are submitted by `order`.
         """
-        engine = self.llm.llm_engine
         own_seeds = self.on_gpu or self.config.tensor_parallel_size > 1
+        params = self._sampling_params(temperature)
         for p in order:
             for index in range(p * num_samples, (p + 1) * num_samples):
-                params = self._sampling_params(temperature, seed + index if own_seeds else None)
-                engine.add_request(str(index), {"prompt_token_ids": prompts[p]}, params)
+                self._add(index, prompts[p], params, seed + index if own_seeds else None)
+        self._finish_all(finish)
+
+    def _add(self, index: int, prompt: list[int], params, seed: int | None) -> None:
+        own = copy.copy(params)
+        own.seed = seed
+        engine = self.llm.llm_engine
+        self.inner_ids[index] = engine.add_request(str(index), {"prompt_token_ids": prompt}, own)
+
+    def _finish_all(self, finish: Callable) -> None:
+        """Runs the engine until all requests have ended."""
+        engine = self.llm.llm_engine
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
+                    index = int(output.request_id)
                     response = output.outputs[0]
-                    finish(
-                        int(output.request_id),
-                        torch.tensor(response.token_ids),
-                        torch.tensor(response.logprobs.logprobs),
-                        # The end token, stop ids and stop strings are all "stop".
-                        response.finish_reason == "length",
-                    )
+                    inner_id = self.inner_ids.pop(index)
+                    if self.keeps_logprobs:
+                        logprobs = self.scheduler.take_logprobs(inner_id)
+                    else:
+                        logprobs = torch.tensor(response.logprobs.logprobs)
+                    # The end token, stop ids and stop strings are all "stop".
+                    truncated = response.finish_reason == "length"
+                    finish(index, torch.tensor(response.token_ids), logprobs, truncated)
 
-    def _sampling_params(self, temperature: float, seed: int | None):
+    @property
+    def scheduler(self):
+        """vLLM's, in this process."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def _sampling_params(self, temperature: float):
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         return SamplingParams(
             temperature=temperature,
-            seed=seed,
             max_tokens=self.config.max_response_tokens,
             stop_token_ids=[] if self.config.ignore_eos else self.stop_ids,
             ignore_eos=self.config.ignore_eos,
             logprobs=0,  # the sampled token's alone
             flat_logprobs=True,  # one list of floats instead of a dictionary per token
             detokenize=False,
+            skip_clone=True,  # vLLM need not copy each request's deeply: nobody changes them
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 

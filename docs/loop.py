@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import io
+import itertools
 import re
 import tokenize
 from html import escape
@@ -37,7 +38,6 @@ HANDED_ON = {
 }
 
 WIDTH = 300
-HEIGHT = 206
 GAP = 34
 MARGIN = 16
 LINE = 17
@@ -89,8 +89,10 @@ def phases(source: str) -> dict[int, tuple[str, list[str]]]:
     return found
 
 
-def _in_order(tree: ast.AST) -> list[ast.AST]:
-    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Attribute, ast.Name))]
+def _in_order(function: ast.FunctionDef | ast.For) -> list[ast.AST]:
+    """The names and attributes of its body, in the order of the text."""
+    walked = itertools.chain.from_iterable(map(ast.walk, function.body))
+    nodes = [node for node in walked if isinstance(node, (ast.Attribute, ast.Name))]
     return sorted(nodes, key=lambda node: (node.lineno, node.col_offset))
 
 
@@ -120,27 +122,32 @@ def by_file(names: list[str]) -> list[tuple[str, list[str]]]:
 
 def draw(source: str) -> str:
     """The SVG: phases 1 to 3 from left to right, 4 to 6 below them from right to left."""
+    found = phases(source)
+    lines = {number: _lines(names) for number, (_, names) in found.items()}
+    upper = 104 + LINE * max(len(lines[number]) for number in (1, 2, 3))
+    lower = 104 + LINE * max(len(lines[number]) for number in (4, 5, 6))
     width = 2 * MARGIN + 3 * WIDTH + 2 * GAP
-    height = 2 * MARGIN + 2 * HEIGHT + GAP
+    height = 2 * MARGIN + upper + GAP + lower
     shapes = [f'<rect class="page" width="{width}" height="{height}"/>']
     corners = {}
-    for number, (title, names) in phases(source).items():
+    for number, (title, _) in found.items():
         column = number - 1 if number <= 3 else 6 - number
         x = MARGIN + column * (WIDTH + GAP)
-        y = MARGIN + (0 if number <= 3 else HEIGHT + GAP)
+        y = MARGIN if number <= 3 else MARGIN + upper + GAP
         corners[number] = (x, y)
-        shapes += _box(x, y, f"{number}. {title}", by_file(names), *HANDED_ON[number])
-    middle = HEIGHT // 2
+        name, holds = HANDED_ON[number]
+        box_height = upper if number <= 3 else lower
+        shapes += _box(x, y, box_height, f"{number}. {title}", lines[number], name, holds)
     for number in (1, 2):
         x, y = corners[number]
-        shapes.append(_arrow(x + WIDTH, y + middle, GAP, 0))
+        shapes.append(_arrow(x + WIDTH, y + upper // 2, GAP, 0))
+    x, y = corners[3]
+    shapes.append(_arrow(x + WIDTH // 2, y + upper, 0, GAP))
     for number in (4, 5):
         x, y = corners[number]
-        shapes.append(_arrow(x, y + middle, -GAP, 0))
-    for number, length in ((3, GAP), (6, -GAP)):
-        x, y = corners[number]
-        shapes.append(_arrow(x + WIDTH // 2, y + (HEIGHT if length > 0 else 0), 0, length))
+        shapes.append(_arrow(x, y + lower // 2, -GAP, 0))
     x, y = corners[6]
+    shapes.append(_arrow(x + WIDTH // 2, y, 0, -GAP))
     shapes.append(_text(x + WIDTH // 2 + 10, y - GAP // 2 + 4, "soft", "the next step"))
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
@@ -148,21 +155,28 @@ def draw(source: str) -> str:
     return "\n".join([head, title, f"<style>{STYLE}</style>", *shapes, "</svg>"]) + "\n"
 
 
+def _lines(names: list[str]) -> list[tuple[str, str]]:
+    """The lines of a box: (file, its functions); the file is "" where the line before goes on."""
+    lines = []
+    for file, functions in by_file(names):
+        parts = _wrap(functions, COLUMNS)
+        lines.append((file, parts[0]))
+        lines += [("", part) for part in parts[1:]]
+    return lines
+
+
 def _box(
-    x: int, y: int, title: str, files: list[tuple[str, list[str]]], name: str, holds: str
+    x: int, y: int, height: int, title: str, lines: list[tuple[str, str]], name: str, holds: str
 ) -> list[str]:
     shapes = [
-        f'<rect class="box" x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="8"/>',
+        f'<rect class="box" x="{x}" y="{y}" width="{WIDTH}" height="{height}" rx="8"/>',
         _text(x + 14, y + 26, "title text", title),
     ]
-    line = y + 50
-    for file, names in files:
-        shapes.append(_text(x + 14, line, "file", file))
-        for part in _wrap(names, COLUMNS):
-            shapes.append(_text(x + 14, line, "text", " " * INDENT + part))
-            line += LINE
-    rule = y + HEIGHT - 48
-    assert line - LINE < rule, f"{title}: {HEIGHT} px are not enough"
+    for i, (file, functions) in enumerate(lines):
+        baseline = y + 50 + i * LINE
+        shapes.append(_text(x + 14, baseline, "file", file))
+        shapes.append(_text(x + 14, baseline, "text", " " * INDENT + functions))
+    rule = y + height - 48
     return [
         *shapes,
         f'<path class="line" d="M{x} {rule}h{WIDTH}"/>',

@@ -91,7 +91,7 @@ def main(seed: int = 24) -> None:
         print(f"   loss, the sum of these terms: {loss.item():.4f}; gradient norm {norm:.3f}")
 
     with engine.awake():
-        print("1. again. Bytes synced:", reshard.sync_weights(policy, engine, dtype=engine.dtype))
+        print("1. Next step. Bytes sent:", reshard.sync_weights(policy, engine, dtype=engine.dtype))
 
 
 if __name__ == "__main__":

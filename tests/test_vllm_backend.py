@@ -82,9 +82,9 @@ class Bf16Backend(VllmBackend):
     def __init__(self, path, config, **options):
         super().__init__(path, config, **options | {"dtype": torch.bfloat16})
 
-    def _build(self, path, seed):
+    def _build(self, path, seed, make_scheduler):
         self.fp32_residual = self.with_fp32_residual
-        super()._build(path, seed)
+        super()._build(path, seed, make_scheduler)
 
 
 class PlainBf16Backend(Bf16Backend):

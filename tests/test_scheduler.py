@@ -1,0 +1,255 @@
+"""The closed-batch scheduler gives vLLM's own scheduler's tokens.
+
+Two kinds of proof. Against a stand-in for the model runner, which holds what a runner holds and
+checks what it is told: many batches, small pools, late requests, aborts, in a second each. And with
+real engines on a CPU, where tokens and log-probabilities must be equal in every bit.
+"""
+
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from tiny import save_tiny
+
+import scheduler
+from scheduler import ClosedBatch, closed_batch_scheduler
+
+BLOCK = 16
+LONGEST = 400
+
+
+class StandInRunner:
+    """Does with a SchedulerOutput what vLLM's runner does, and samples by (request, position)."""
+
+    def __init__(self):
+        self.known = {}
+
+    def execute(self, output):
+        for name in {*output.finished_req_ids, *(output.preempted_req_ids or ())}:
+            self.known.pop(name, None)
+        for new in output.scheduled_new_reqs:
+            self.known[new.req_id] = {
+                "tokens": list(new.prefill_token_ids),
+                "done": new.num_computed_tokens,
+                "blocks": [list(blocks) for blocks in new.block_ids],
+            }
+        self.take_over(output.scheduled_cached_reqs)
+        counts = output.num_scheduled_tokens
+        assert output.total_num_scheduled_tokens == sum(counts.values())
+        # As the runner does: decoding requests first.
+        order = sorted(counts, key=lambda name: (counts[name] != 1, counts[name]))
+        written = {}
+        return results_of(order, [self.advance(name, counts[name], written) for name in order])
+
+    def take_over(self, cached):
+        columns = cached.num_computed_tokens, cached.num_output_tokens, cached.new_block_ids
+        for name, computed, outputs, new in zip(cached.req_ids, *columns, strict=True):
+            assert type(computed) is int and type(outputs) is int
+            assert computed == self.known[name]["done"], "the scheduler's count and the runner's"
+            for mine, more in zip(self.known[name]["blocks"], new or (), strict=new is not None):
+                mine.extend(more)
+
+    def advance(self, name, count, written):
+        """The sampled ids of a request whose next `count` tokens are computed."""
+        request = self.known[name]
+        end = request["done"] + count
+        assert end <= len(request["tokens"])
+        for blocks in request["blocks"]:
+            assert len(blocks) * BLOCK >= end, "a position without a block"
+        for position in range(request["done"], end):
+            block = request["blocks"][0][position // BLOCK]
+            assert written.setdefault(block, name) == name and block > 0, "a block of two requests"
+        request["done"] = end
+        if end < len(request["tokens"]):
+            return []
+        request["tokens"].append(hash((int(name), end, 17)) % 50)
+        return request["tokens"][-1:]
+
+
+def results_of(order, sampled):
+    from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+    if not order:
+        return ModelRunnerOutput(req_ids=[], req_id_to_index={})
+    ids = np.array([ids or [0] for ids in sampled], np.int32)
+    ranks = np.ones(len(order), np.int32)
+    return ModelRunnerOutput(
+        req_ids=order,
+        req_id_to_index={name: i for i, name in enumerate(order)},
+        sampled_token_ids=sampled,
+        logprobs=LogprobsLists(ids, (ids / -7).astype(np.float32), ranks, None),
+        prompt_logprobs_dict={},
+    )
+
+
+def make_scheduler(model, kind, num_blocks, max_num_seqs, sliding_window):
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        ModelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+    )
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+    cache.num_gpu_blocks = num_blocks
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=model, dtype="float32", skip_tokenizer_init=True, max_model_len=LONGEST
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=512,
+            max_model_len=LONGEST,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+        ),
+        cache_config=cache,
+        device_config=DeviceConfig("cpu"),
+    )
+    config.scheduler_config.async_scheduling = True
+    sizes = dict(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**sizes))]
+    if sliding_window:
+        spec = SlidingWindowSpec(**sizes, sliding_window=sliding_window)
+        groups.append(KVCacheGroupSpec(["sliding"], spec))
+    made = kind(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(num_blocks, [], groups),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+        log_stats=False,
+    )
+    made.use_v2_model_runner = True
+    return made
+
+
+class Play:
+    """One batch through a scheduler: 40 requests, some that come later, some that are aborted."""
+
+    def __init__(self, made, seed, depth, max_num_requests=40):
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.scheduler = made
+        self.draw = random.Random(seed)
+        self.runner = StandInRunner()
+        self.depth = depth  # steps in flight
+        self.found = {}  # name: (ids, log-probabilities)
+        self.reasons = {}
+        self.aborted = set()
+        for i in range(max_num_requests):
+            self.add(i, shared_prompt=i % 4 == 0)
+
+    def add(self, name, shared_prompt=False):
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.v1.request import Request
+
+        params = SamplingParams(
+            max_tokens=self.draw.choice([1, 2, 30, 150, 1000]),
+            stop_token_ids=self.draw.choice([[], [3], [3, 4]]),
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        size = self.draw.randrange(1, 80)
+        prompt = [self.draw.randrange(50) for _ in range(size)]
+        request = Request(
+            request_id=str(name),
+            prompt_token_ids=list(range(40)) if shared_prompt else prompt,
+            sampling_params=params,
+            pooling_params=None,
+            block_hasher=self.hasher,
+        )
+        self.scheduler.add_request(request)
+
+    def run(self):
+        """{name: (ids, log-probabilities, finish reason, stop reason)} of those not aborted."""
+        late = {self.draw.randrange(1, 150): 100 + i for i in range(3)}
+        aborts = {self.draw.randrange(1, 100): self.draw.sample(range(40), 3) for _ in range(3)}
+        in_flight = deque()
+        step = 0
+        while self.scheduler.has_requests() or in_flight or step <= max(late):
+            if step in late:
+                self.add(late[step])
+            self.abort(map(str, aborts.get(step, [])))
+            if self.scheduler.has_requests():
+                output = self.scheduler.schedule()
+                in_flight.append((output, self.runner.execute(output)))
+            is_last = in_flight and not self.scheduler.has_unfinished_requests()
+            if len(in_flight) == self.depth or is_last:
+                self.receive(*in_flight.popleft())
+            step += 1
+            assert step < 20_000
+        return {name: (*self.found[name], *self.reasons[name]) for name in self.reasons}
+
+    def abort(self, names):
+        from vllm.v1.request import RequestStatus
+
+        ended = self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+        self.aborted |= {request.request_id for request in ended}
+
+    def receive(self, output, results):
+        for each in self.scheduler.update_from_output(output, results).values():
+            for part in each.outputs:
+                name = part.request_id
+                if name in self.aborted:
+                    continue
+                assert name not in self.reasons, "an output behind the last one"
+                ids, logprobs = self.found.setdefault(name, ([], []))
+                ids.extend(part.new_token_ids)
+                if part.new_logprobs is not None:
+                    logprobs.extend(part.new_logprobs.logprobs[:, 0].tolist())
+                if part.finish_reason is not None:
+                    self.reasons[name] = part.finish_reason, part.stop_reason
+                    if isinstance(self.scheduler, ClosedBatch):
+                        logprobs.extend(self.scheduler.take_logprobs(name).tolist())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("sliding_window", [None, 64])
+@pytest.mark.parametrize(
+    "num_blocks, max_num_seqs", [(2000, 64), (150, 64), (70, 64), (2000, 16), (100, 16)]
+)
+def test_tokens_and_ends_are_those_of_vllms_scheduler(
+    model, monkeypatch, num_blocks, max_num_seqs, sliding_window, depth
+):
+    """Pools that hold all requests or a part of them, more requests than places, layers with a
+    sliding window, one and two steps in flight. Late requests and aborts among them.
+    """
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    monkeypatch.setattr(scheduler, "TOKENS_AHEAD", 48)
+    for seed in range(3):
+        found = []
+        for kind in (AsyncScheduler, closed_batch_scheduler()):
+            made = make_scheduler(model, kind, num_blocks, max_num_seqs, sliding_window)
+            play = Play(made, seed, depth)
+            found.append(play.run())
+            assert not made.requests and not made.running
+            assert made.kv_cache_manager.block_pool.get_num_free_blocks() == num_blocks - 1
+            assert made.reset_prefix_cache()
+        ours = found.pop()
+        [theirs] = found
+        # A request may have ended in one before it was to be aborted, and not in the other.
+        both = ours.keys() & theirs.keys()
+        assert len(both) > 30 and all(ours[name] == theirs[name] for name in both)
+        assert not made._logprobs and not made._withheld and made.window is None
+        assert made.window_steps > 20
+        for ids, logprobs, *_ in ours.values():
+            assert np.allclose(logprobs, [-i / 7 for i in ids])
