@@ -42,7 +42,7 @@ trainer.resume_mode=disable trainer.total_epochs=1
 ++ray_kwargs.ray_init.num_gpus=1 +ray_kwargs.ray_init.include_dashboard=False
 +ray_kwargs.ray_init._node_ip_address=127.0.0.1
 +ray_kwargs.ray_init.object_store_memory=4000000000
-""".split()
+"""
 ENVIRONMENT = {
     "HYDRA_FULL_ERROR": "1",
     "RAY_DEDUP_LOGS": "0",
@@ -159,7 +159,7 @@ def main() -> None:
     args = parser.parse_args()
     metrics = Path(args.metrics).resolve()
     write_prompts(args.data, args.prompts * (args.steps + 1), metrics.parent)
-    flags = [*FIXED, *settings(args, metrics.parent)]
+    flags = [*FIXED.split(), *settings(args, metrics.parent)]
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *flags]
     environment = ENVIRONMENT | os.environ | {"VERL_FILE_LOGGER_PATH": str(metrics)}
     os.execve(sys.executable, command, environment)
