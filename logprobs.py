@@ -25,10 +25,10 @@ tempering.
 Shapes: N tokens in a row, R response tokens, C tokens in a chunk, V vocabulary, D hidden size.
 Results are fp32; the head's product takes the model's dtype and gives fp32; softmax and sums are
 fp32 (no logsumexp in bf16). Memory: two [C, V] fp32 matrices (three with a soft-cap) and the head's
-gradient, whatever R is. If the model's layers are compiled, so is the work on a chunk: the logits
-are written once and read two or three times, and their gradient is written in the model's dtype.
-What we give up: the head's product is done twice; a kernel of its own would not write logits at
-all. Source: cut cross-entropy (Wijmans 2024, arXiv:2411.09009), section 4, without its kernel.
+gradient, whatever R is. If the model's layers are compiled, so is the work on a chunk: logits are
+written once and read two or three times, and their gradient is written in the model's dtype. What
+we give up: the head's product is done twice, and logits are written at all. Source: cut
+cross-entropy (Wijmans 2024, arXiv:2411.09009), section 4, without its kernel.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ class _HeadLogprobs(torch.autograd.Function):
             logprobs[part], entropy[part], lse[part] = chunk_values(*head, targets[part])
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, lse)
         ctx.options = temperature, softcap, chunk, fused
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(fused)  # zeros cost nothing there, other code would
         return logprobs, entropy
 
     @staticmethod
@@ -286,7 +286,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, entropy, lse = ctx.saved_tensors
         temperature, softcap, chunk, fused = ctx.options
         chunk_gradient = _compiled(_chunk_gradient) if fused else _chunk_gradient
-        per_token = entropy, lse, grad_logprobs, grad_entropy
+        per_token = targets, entropy, lse, grad_logprobs, grad_entropy
         grad_hidden = torch.empty_like(hidden)
         # Sums over chunks stay in fp32 whatever the model's dtype.
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
@@ -297,7 +297,7 @@ class _HeadLogprobs(torch.autograd.Function):
             part = slice(start, start + chunk)
             head = hidden[part], weight, bias, temperature, softcap
             of_part = (x if x is None else x[part, None] for x in per_token)
-            dz = chunk_gradient(*head, targets[part], *of_part)
+            dz = chunk_gradient(*head, *of_part)
             if grad_bias is not None:
                 grad_bias += dz.sum(0, dtype=torch.float32)
             grad_hidden[part] = dz @ weight
@@ -310,7 +310,19 @@ class _HeadLogprobs(torch.autograd.Function):
 @functools.cache
 def _compiled(function: Callable) -> Callable:
     """The function in a few passes; step by step it reads or writes a chunk's logits 26 times."""
-    return torch.compile(function)
+    compiled = torch.compile(function)
+
+    def run(hidden: Tensor, weight: Tensor, *rest):
+        # Compiled once: not again for inputs that do not learn, nor for a last chunk's size.
+        inputs = [hidden, weight, *rest]
+        for i, x in enumerate(inputs):
+            if isinstance(x, Tensor):
+                inputs[i] = x.detach().contiguous()
+                if len(x) == len(hidden):
+                    torch._dynamo.maybe_mark_dynamic(inputs[i], 0)
+        return compiled(*inputs)
+
+    return run
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -321,9 +333,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a.t() @ b
 
 
-def _chunk_values(
-    hidden: Tensor, weight, bias, temperature, softcap, targets: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _chunk_values(hidden: Tensor, weight, bias, temperature, softcap, targets: Tensor):
     """logprobs [C], entropies [C] and logsumexp of the logits [C]; a function of its own so that
     its matrices are gone before the next chunk's.
     """
@@ -334,21 +344,11 @@ def _chunk_values(
     return logprobs, log_p.exp().mul_(log_p).sum(-1).neg_(), lse.squeeze(-1)
 
 
-def _chunk_gradient(
-    hidden: Tensor,
-    weight,
-    bias,
-    temperature,
-    softcap,
-    targets: Tensor,
-    entropy: Tensor,
-    lse: Tensor,
-    grad_logprobs,
-    grad_entropy,
-) -> Tensor:
-    """Gradient [C, V] of hidden weight^T + bias in hidden's dtype; entropy, lse and the gradients
-    of the two results are [C, 1].
+def _chunk_gradient(hidden: Tensor, weight, bias, temperature, softcap, *per_token) -> Tensor:
+    """Gradient [C, V] of hidden weight^T + bias, in hidden's dtype; per_token: targets, entropy,
+    lse and the gradients of the two results, each [C, 1].
     """
+    targets, entropy, lse, grad_logprobs, grad_entropy = per_token
     z, slope = _logits(hidden, weight, bias, temperature, softcap)
     log_p = _log_softmax_(z, lse)
     p = log_p.exp()
@@ -362,9 +362,9 @@ def _chunk_gradient(
         if torch.compiler.is_compiling():
             # Part of the same pass; for a scatter dz would be written out first.
             words = torch.arange(dz.shape[1], device=dz.device)
-            dz = torch.where(words == targets[:, None], dz + grad_logprobs, dz)
+            dz = torch.where(words == targets, dz + grad_logprobs, dz)
         else:
-            dz.scatter_add_(-1, targets[:, None], grad_logprobs)
+            dz.scatter_add_(-1, targets, grad_logprobs)
     if slope is not None:
         dz.mul_(slope)
     return dz.div_(temperature).to(hidden.dtype)
