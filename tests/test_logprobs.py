@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import logprobs
 from logprobs import head_logprobs, model_scores, response_positions, token_logprobs, with_logprobs
 from packing import pack, sequence, unpack
 
@@ -92,6 +93,20 @@ def test_compiled_it_gives_the_same_and_is_as_near_to_float64(softcap):
     assert not all(map(torch.equal, plain, fused))  # it did take another way
     for x, y in zip(fused, exact, strict=True):
         assert relative_error(x, y) < 1e-5
+
+
+def test_the_head_is_compiled_where_a_models_layers_are(monkeypatch):
+    asked = []
+    monkeypatch.setattr(logprobs, "_compiled", lambda function: asked.append(function) or function)
+    model = make_model()
+    (row,) = pack(random_sequences([(3, 9)]), 12)
+    plain = token_logprobs(model, row)[0]
+    assert not asked
+    model.get_decoder().layers[0].compile(backend="eager")
+    found = token_logprobs(model, row)[0]
+    found.sum().backward()
+    assert asked == [logprobs._chunk_values, logprobs._chunk_gradient]
+    torch.testing.assert_close(found, plain)
 
 
 def test_bf16_products_keep_fp32_sums():
