@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import logprobs
 from logprobs import head_logprobs, model_scores, response_positions, token_logprobs, with_logprobs
 from packing import pack, sequence, unpack
 
@@ -64,6 +65,48 @@ def test_values_and_gradients_equal_those_of_all_logits_in_float64(
         found = torch.autograd.grad(losses[0], leaves)
         expected = torch.autograd.grad(losses[1], exact_leaves)
         assert max(map(relative_error, found, expected)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_compiled_it_gives_the_same_and_is_as_near_to_float64(softcap):
+    """Also words of probability 0, and a last chunk of another size."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(30, 16), torch.randn(97, 16)
+    bias = torch.zeros(97)
+    bias[5] = -math.inf if softcap is None else -30.0
+    targets = torch.randint(6, 97, (30,))
+    grads = torch.randn(2, 30)
+    results = []
+    for kind in ("plain", "fused", "exact"):
+        dtype = torch.float64 if kind == "exact" else torch.float32
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight, bias)]
+        if kind == "exact":
+            logprobs, entropy = reference(*leaves[:2], leaves[2].clamp(-1e4), targets, 0.7, softcap)
+        else:
+            options = 0.7, softcap, 8, kind == "fused"
+            logprobs, entropy = head_logprobs(*leaves, targets, *options)
+        terms = [logprobs, entropy]
+        found = torch.autograd.grad(terms, leaves, list(grads.to(dtype)))
+        results.append([*terms, *found])
+    plain, fused, exact = results
+    assert not all(map(torch.equal, plain, fused))  # it did take another way
+    for x, y in zip(fused, exact, strict=True):
+        assert relative_error(x, y) < 1e-5
+
+
+def test_the_head_is_compiled_where_a_models_layers_are(monkeypatch):
+    asked = []
+    monkeypatch.setattr(logprobs, "_compiled", lambda function: asked.append(function) or function)
+    model = make_model()
+    (row,) = pack(random_sequences([(3, 9)]), 12)
+    plain = token_logprobs(model, row)[0]
+    assert not asked
+    model.get_decoder().layers[0].compile(backend="eager")
+    found = token_logprobs(model, row)[0]
+    found.sum().backward()
+    assert asked == [logprobs._chunk_values, logprobs._chunk_gradient]
+    torch.testing.assert_close(found, plain)
 
 
 def test_bf16_products_keep_fp32_sums():
