@@ -629,9 +629,13 @@ def test_bandwidth_is_the_bytes_that_a_rank_must_send_over_the_median_of_the_slo
         slower = 1.0 if dist.get_rank() == 2 else 0.5
         ticks = iter([tick for s in seconds for tick in (0.0, s * slower)])
         metrics_module.time = SimpleNamespace(perf_counter=lambda: next(ticks))
-        return measure_bandwidth(1 << 20)
+        sizes = []
+        metrics_module.reduce_scatter = lambda out, x, group: sizes.append((x.nbytes, out.nbytes))
+        return measure_bandwidth(1 << 20), sizes
 
-    assert run_ranks(4, on_a_rank) == [pytest.approx(0.75 * (1 << 20) / 3.0 / 1e9)] * 4
+    for found, sizes in run_ranks(4, on_a_rank):
+        assert found == pytest.approx(0.75 * (1 << 20) / 3.0 / 1e9)
+        assert sizes == [(1 << 20, 1 << 18)] * 7
 
 
 def test_total_takes_a_number():
