@@ -619,3 +619,25 @@ def test_measured_bandwidth_is_positive_and_equal_on_all_ranks_and_nan_on_one(wo
         assert figures[0] != figures[0]
     else:
         assert figures[0] > 0 and figures[0] == figures[1]
+
+
+def test_bandwidth_is_the_bytes_that_a_rank_must_send_over_the_median_of_the_slowest_rank():
+    """Four ranks, 1 MiB: three quarters of it leave each."""
+
+    def on_a_rank():
+        seconds = [90.0, 80.0, 5.0, 1.0, 4.0, 2.0, 3.0]  # the first two are to warm up
+        slower = 1.0 if dist.get_rank() == 2 else 0.5
+        ticks = iter([tick for s in seconds for tick in (0.0, s * slower)])
+        metrics_module.time = SimpleNamespace(perf_counter=lambda: next(ticks))
+        sizes = []
+        metrics_module.reduce_scatter = lambda out, x, group: sizes.append((x.nbytes, out.nbytes))
+        return measure_bandwidth(1 << 20), sizes
+
+    for found, sizes in run_ranks(4, on_a_rank):
+        assert found == pytest.approx(0.75 * (1 << 20) / 3.0 / 1e9)
+        assert sizes == [(1 << 20, 1 << 18)] * 7
+
+
+def test_total_takes_a_number():
+    assert total(3) == 3.0
+    assert run_ranks(2, lambda: total((1 << 24) + dist.get_rank())) == [(2 << 24) + 1.0] * 2
