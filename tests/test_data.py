@@ -285,7 +285,7 @@ def test_a_conversation_that_ends_in_the_assistants_words_goes_on_there():
     for begun in ("Let me", "<think>\n", "<think>"):
         prompt = only({"prompt": [user, {"role": "assistant", "content": begun}], "answer": "4"})
         expected = f"<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n{begun}"
-        assert prompt.text.rstrip() == expected.rstrip()
+        assert prompt.text == expected
         tokens = byte_tokenizer().convert_ids_to_tokens(prompt.prompt_ids)
         assert ("<think>" in tokens) == ("<think>" in begun)  # the token, where it is the data's
     last = [user, {"role": "assistant", "content": "4"}, user]
@@ -482,7 +482,7 @@ def test_an_empty_prompt_is_refused(make_tokenizer):
         ('{"prompt": [], "answer": "b"}', "needs `prompt` or `question` .*, and not empty"),
         ('{"prompt": null, "answer": "b"}', "needs `prompt` or `question` .*, and not empty"),
         ('{"prompt": " ", "answer": "b"}', "needs `prompt` or `question` .*, and not empty"),
-        ('{"prompt": "a \\ud800", "answer": "b"}', "row 1: the tokenizer refuses .*surrogates"),
+        ('{"prompt": "a \\ud800", "answer": "b"}', "row 1: .*surrogates not allowed"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_with_the_reason(
