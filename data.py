@@ -93,6 +93,8 @@ def load_all(
     paths: Sequence[str], eval_paths: Sequence[str], tokenizer, config: DataConfig
 ) -> tuple[list[list[Prompt]], list[list[Prompt]]]:
     """(data sets to learn from, data sets to evaluate on), by load_prompts."""
+    if not paths:
+        raise ValueError("--data: must name at least one data set")
     datasets = load_prompts(paths, tokenizer, config)
     return datasets, load_prompts(eval_paths, tokenizer, config, "--eval-data")
 
@@ -270,9 +272,8 @@ def _parse_row(row: dict) -> tuple[list[dict], Any, dict]:
 
 
 def _is_empty(value: Any) -> bool:
-    if isinstance(value, str):
-        return not value.strip()
-    return value is None or value == [] or value != value  # NaN: an empty cell of a table
+    is_blank = isinstance(value, str) and not value.strip()
+    return is_blank or value is None or value == [] or value != value  # NaN: a table's empty cell
 
 
 def _to_messages(name: str, prompt: Any) -> list[dict]:
@@ -340,8 +341,7 @@ def _tokenize(texts: list[str], tokenizer) -> list[list[int]]:
                 all_ids[i] += tokenizer(part, add_special_tokens=False, **options)["input_ids"]
     if tokenizer.chat_template is not None:
         return all_ids
-    # Plain text gets what the tokenizer puts in front of it, as a template brings its own; and not
-    # what it puts behind: its end.
+    # Plain text gets what the tokenizer puts in front of it, but not what it puts behind: its end.
     inner = tokenizer("1", add_special_tokens=False)["input_ids"]
     whole = tokenizer("1")["input_ids"]
     num_front = next(k for k in range(len(whole)) if whole[k : k + len(inner)] == inner)

@@ -537,6 +537,8 @@ def test_what_is_evaluated_on_is_loaded_like_what_is_learned_from_and_named_by_i
     datasets, eval_sets = load_all([path, path], [path], make_tokenizer(), config)
     assert [len(prompts) for prompts in datasets] == [1, 1]
     assert [[p.source for p in prompts] for prompts in eval_sets] == [["plain"]]
+    with pytest.raises(ValueError, match="^--data: must name at least one data set"):
+        load_all([], [path], make_tokenizer(), DataConfig())
     with pytest.raises(ValueError, match="^--eval-data no.jsonl: no such file"):
         load_all([path], ["no.jsonl"], make_tokenizer(), DataConfig())
 
