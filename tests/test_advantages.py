@@ -249,6 +249,15 @@ def test_whitening_equal_or_single_or_no_values_is_finite():
     assert whiten(torch.ones(3), none).tolist() == [0.0] * 3
 
 
+@pytest.mark.parametrize("value", [0.7, -3.0, 1000.0, 1e-20])
+def test_whitening_values_that_differ_by_rounding_alone_gives_no_noise(value):
+    """Divided by their own deviation, differences in the last digit would be as large as any."""
+    x = torch.full((4,), value)
+    x[0] = torch.nextafter(x[0], torch.tensor(math.inf))
+    assert (whiten(x, torch.ones(4, dtype=torch.bool)) == 0).all()
+    close(whiten(torch.tensor([1e-3, -1e-3]), torch.tensor([True, True])), [0.5**0.5, -(0.5**0.5)])
+
+
 def test_the_score_lands_on_the_last_response_token_and_never_on_what_follows():
     """trl#5338: the score was written one token behind the response, where the mask hid it."""
     mask = torch.tensor([0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0], dtype=torch.bool)
@@ -489,6 +498,30 @@ def test_rows_estimate_like_one_row_and_the_batch_is_whitened_as_one():
     assert torch.allclose(one, several, atol=1e-6) and one_stats == pytest.approx(several_stats)
     live = torch.cat([s["response_mask"] for s in made])
     assert one[0, live].mean().abs() < 1e-6 and one[0, live].std() == pytest.approx(1.0)
+
+
+def test_all_statistics_are_those_of_the_group_of_ranks_that_is_asked_for():
+    """Two ranks, each a group of its own, find what each would find alone."""
+
+    def made(rank):
+        draw = torch.Generator().manual_seed(rank)
+        fields = {
+            name: torch.randn(4, generator=draw) + 10 * rank
+            for name in ("values", "old_logprobs", "ref_logprobs")
+        }
+        return pack([sequence(torch.tensor([3]), torch.full((4,), 5), scores=1.0, **fields)], 8)
+
+    def found(rows, group=None):
+        [[row]], stats = estimate([rows], GaeConfig(gae_lambda=0.5), 0.1, group)
+        return row.fields["advantages"], stats
+
+    def alone():
+        groups = [dist.new_group([rank]) for rank in range(2)]
+        return found(made(dist.get_rank()), groups[dist.get_rank()])
+
+    for rank, (values, stats) in enumerate(run_ranks(2, alone)):
+        expected, expected_stats = found(made(rank))
+        assert values.equal(expected) and stats == expected_stats
 
 
 # The KL penalty
