@@ -500,6 +500,25 @@ def test_rows_estimate_like_one_row_and_the_batch_is_whitened_as_one():
     assert one[0, live].mean().abs() < 1e-6 and one[0, live].std() == pytest.approx(1.0)
 
 
+def test_an_estimate_discounts_and_trusts_the_critic_as_the_settings_say():
+    """Each minibatch keeps its own rows; a return of the explained variance is discounted too."""
+    fields = dict(values=torch.tensor([0.5, 0.2]), scores=1.0)
+    row = pack([sequence(torch.tensor([3]), torch.tensor([4, 1]), **fields)], 8)
+    rows = [row, row + row, []]
+    config = GaeConfig(gamma=0.5, gae_lambda=0.25, whiten=False)
+    made, stats = estimate(rows, config, 0.0)
+    assert [len(minibatch) for minibatch in made] == [1, 2, 0]
+    last = 1 - 0.2
+    first = 0.5 * 0.2 - 0.5 + 0.5 * 0.25 * last
+    for minibatch in made:
+        for each in minibatch:
+            close(each.fields["advantages"], [0.0, first, last])
+            close(each.fields["returns"], [0.0, 0.5 + first, 1.0])
+    # Returns of lambda 1 are 0.5 and 1, the values' errors 0 and 0.8.
+    explained = 1 - (0.8 / 0.5) ** 2
+    assert stats["critic/vf_explained_var"] == pytest.approx(explained, rel=1e-5)
+
+
 def test_all_statistics_are_those_of_the_group_of_ranks_that_is_asked_for():
     """Two ranks, each a group of its own, find what each would find alone."""
 
@@ -549,6 +568,14 @@ def test_without_a_target_the_coefficient_stays_and_one_step_never_moves_it_by_m
     steered = KlController(GaeConfig(kl_coef=0.3, kl_target=0.01))
     steered.update(100.0, 10**9)
     assert fixed.coef == 0.3 and steered.coef == pytest.approx(0.36)
+
+
+def test_a_step_moves_the_coefficient_by_its_share_of_the_horizon():
+    steered = KlController(GaeConfig(kl_coef=1.0, kl_target=0.01, kl_horizon=1000))
+    steered.update(100.0, 250)
+    assert steered.coef == pytest.approx(1.05)
+    steered.update(0.0, 500)
+    assert steered.coef == pytest.approx(1.05 * 0.9)
 
 
 def test_the_penalty_is_the_kl_of_the_old_policy_to_the_reference_not_the_samplers():

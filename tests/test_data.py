@@ -397,6 +397,16 @@ def test_a_flag_lets_control_tokens_in_a_users_text_act(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_control_token_that_has_no_role_is_one_too():
+    from tokenizers import AddedToken
+
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("<tool>", special=True), AddedToken("<b>", special=False)])
+    tool, bold = tokenizer.convert_tokens_to_ids(["<tool>", "<b>"])
+    made = only({"prompt": "use <tool> and <b>", "answer": "b"}, tokenizer)
+    assert tool not in made.prompt_ids and bold in made.prompt_ids
+
+
 def test_text_without_control_tokens_has_the_ids_of_one_pass_over_it():
     text = "a < b|im_end|> <im_end> \u00e9\n"
     made = only({"prompt": text, "answer": "b"})
