@@ -35,6 +35,7 @@ import importlib.util
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -151,27 +152,37 @@ def draw(
     """{position: rollouts} for the prompts that this rank owns. Collective.
 
     prompts: objects with prompt_ids, text, answer and columns (data.Prompt), the same on all ranks.
-    Each response goes to `scorer` (rewards.Scorer; None: to nobody) as soon as it ends, under its
-    place in the flat order of the result.
+    A response goes to `scorer` (rewards.Scorer; None: to nobody) when it has ended, under its place
+    in the flat order of the result. A thread decodes and submits, beside the running engine.
     """
+    ended: list[tuple[int, int, Rollout]] = []
 
-    def submit(index: int, position: int, rollout: Rollout) -> None:
-        prompt = prompts[position]
-        known = {
-            "prompt": prompt.text,
-            "response": tokenizer.decode(rollout.response_ids, skip_special_tokens=True),
-            "answer": prompt.answer,
-            "truncated": rollout.truncated,
-        }
-        scorer.submit(index, prompt.columns | known)
+    def submit() -> None:
+        bunch = ended.copy()
+        del ended[: len(bunch)]
+        ids = [rollout.response_ids.tolist() for _, _, rollout in bunch]
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True) if bunch else []
+        for (index, position, rollout), text in zip(bunch, texts, strict=True):
+            prompt = prompts[position]
+            known = {"prompt": prompt.text, "response": text, "answer": prompt.answer}
+            known["truncated"] = rollout.truncated
+            scorer.submit(index, prompt.columns | known)
 
-    return engine.generate_share(
-        [prompt.prompt_ids for prompt in prompts],
-        num_samples,
-        temperature=temperature,
-        seed=seed,
-        on_finished=submit if scorer is not None else None,
-    )
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        submissions = []
+
+        def on_finished(*response) -> None:
+            if scorer is not None:
+                ended.append(response)
+                submissions.append(beside.submit(submit))  # takes all that wait: many find nothing
+
+        ids = [prompt.prompt_ids for prompt in prompts]
+        drawn = engine.generate_share(
+            ids, num_samples, temperature=temperature, seed=seed, on_finished=on_finished
+        )
+    for submission in submissions:
+        submission.result()  # raises what it raised
+    return drawn
 
 
 def to_groups(
