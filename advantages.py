@@ -23,11 +23,11 @@ response token is 0.
     rewards 0 0 1, values 0, gamma 1, lam .5   ->   A = .25 .5 1
 
 Shapes: P prompts, G samples per prompt, N tokens in a row, S sequences in a row.
-What we give up: GAE is a host loop over the longest response, vectorised over sequences; a scan
-kernel would be faster for very long responses. For 512 responses of 1,024 tokens it takes some 50
-ms on one CPU core. Sources: Shao 2024 (GRPO, arXiv:2402.03300), Liu 2025 (Dr. GRPO,
-arXiv:2503.20783), Ahmadian 2024 (RLOO, arXiv:2402.14740), Schulman 2016 (GAE, arXiv:1506.02438, eq.
-16), Yu 2025 (DAPO, arXiv:2503.14476).
+What we give up: GAE is a host loop over the longest response, vectorised over sequences (512
+responses of 1,024 tokens: some 50 ms on one CPU core); a scan kernel would be faster.
+Sources: Shao 2024 (GRPO, arXiv:2402.03300), Liu 2025 (Dr. GRPO, arXiv:2503.20783), Ahmadian 2024
+(RLOO, arXiv:2402.14740), Schulman 2016 (GAE, arXiv:1506.02438, eq. 16), Yu 2025 (DAPO,
+arXiv:2503.14476).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -45,52 +45,53 @@ import torch.nn.functional as F
 from torch import Tensor
 
 T = TypeVar("T")
+Baseline = Literal["group", "leave_one_out", "batch"]
 
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    baseline: Literal["group", "leave_one_out", "batch"] = "group"
+    baseline: Baseline = "group"
     """What a reward is compared with: the mean of its group (GRPO), its siblings (RLOO) or the
-    batch (REINFORCE).
-    """
+    batch (REINFORCE)."""
     scale_by_std: bool = True
     """Divide by the standard deviation of the group (of the batch with baseline batch); off: Dr.
-    GRPO.
-    """
+    GRPO."""
     overlong_buffer: int = 0
     """A response loses reward for each token that it has among the last this many before the limit;
-    0: off.
-    """
+    0: off."""
     overlong_weight: float = 1.0
     """Reward lost by a response that reaches the limit."""
     mask_truncated: bool = False
     """Learn nothing from truncated responses; they still count in what their group is compared
-    with.
-    """
+    with."""
 
     def __post_init__(self):
+        _check_baseline("--advantage.baseline", self.baseline)
         for name in ("overlong_buffer", "overlong_weight"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 flag = f"--advantage.{name.replace('_', '-')} {getattr(self, name)}"
-                raise ValueError(f"{flag}: must be at least 0; 0 switches the penalty off")
+                raise ValueError(f"{flag}: must be finite and at least 0 (no penalty)")
+
+
+def _check_baseline(name: str, value: str) -> None:
+    *others, last = get_args(Baseline)
+    if value not in (*others, last):
+        raise ValueError(f"{name} {value}: must be {', '.join(others)} or {last}")
 
 
 @dataclass(frozen=True)
 class GaeConfig:
     gamma: float = 1.0
     """Discount per token: the smaller, the less a reward counts for the tokens long before it; 1:
-    none.
-    """
+    none."""
     gae_lambda: float = 0.95
     """At 1 advantages are returns less values, unbiased and noisy; the smaller, the more they trust
-    the critic, down to its one-step errors at 0.
-    """
+    the critic, down to its one-step errors at 0."""
     whiten: bool = True
     """Shift and scale the advantages of a batch to mean 0 and deviation 1, over all ranks."""
     kl_coef: float = 0.0
     """Weight of the KL to the reference as a penalty in each token's reward; 0: off (--loss.kl-coef
-    puts the KL into the loss).
-    """
+    puts the KL into the loss)."""
     kl_target: float = 0.0
     """Steer kl_coef so that this KL, in nats per token, comes out; 0: kl_coef is fixed."""
     kl_horizon: int = 10_000
@@ -100,9 +101,9 @@ class GaeConfig:
         for name, holds, rule in (
             ("gamma", 0 <= self.gamma <= 1, "in [0, 1]; try 1"),
             ("gae_lambda", 0 <= self.gae_lambda <= 1, "in [0, 1]; try 0.95"),
-            ("kl_coef", self.kl_coef >= 0, "at least 0 (off)"),
+            ("kl_coef", 0 <= self.kl_coef < math.inf, "finite and at least 0 (off)"),
             ("kl_coef", self.kl_coef or not self.kl_target, "above 0 with --gae.kl-target"),
-            ("kl_target", self.kl_target >= 0, "at least 0 (off)"),
+            ("kl_target", 0 <= self.kl_target < math.inf, "finite and at least 0 (off)"),
             ("kl_horizon", self.kl_horizon >= 1, "at least 1; try 10000"),
         ):
             if not holds:
@@ -113,43 +114,66 @@ class GaeConfig:
 def group_advantages(
     rewards: Tensor,
     *,
-    baseline: Literal["group", "leave_one_out", "batch"] = "group",
+    baseline: Baseline = "group",
     scale_by_std: bool = True,
     epsilon: float = 1e-6,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """(reward - baseline) / (std + epsilon), [P, G] -> [P, G]; exactly 0 for a group whose rewards
-    are all equal.
+    """(reward - baseline) / (std + epsilon), [P, G] -> [P, G] fp32; exactly 0 for a group whose
+    rewards are all equal.
 
     std is the sample deviation (ddof 1). baseline "batch" takes mean and deviation over all prompts
     of all ranks of `group` (collective; P may differ between ranks and be 0). Raises ValueError for
-    G < 2 unless baseline is "batch".
+    G < 2 unless baseline is "batch", and for rewards that fp32 does not hold.
     """
+    _check_baseline("baseline", baseline)
+    if rewards.ndim != 2:
+        raise ValueError(f"rewards {list(rewards.shape)}: must be [P, G], a line for each group")
     group_size = rewards.shape[1]
     if group_size < 2 and baseline != "batch":
-        raise ValueError(
-            f"group size {group_size}: a group baseline needs at least 2 samples per prompt; try 8"
-        )
+        rule = "a group baseline needs at least 2 samples per prompt; try 8"
+        raise ValueError(f"group size {group_size}: {rule}")
+    too_large = rewards[~rewards.float().isfinite()]
+    if len(too_large):
+        raise ValueError(f"rewards {too_large.tolist()}: must be finite in fp32")
     if baseline == "batch":
+        rewards = rewards.double()
         mean, std = _global_mean_std(rewards, torch.ones_like(rewards, dtype=torch.bool), group)
-        return (rewards - mean) / (std + epsilon) if scale_by_std else rewards - mean
-    # Equal rewards must give exactly 0, and a mean of equal floats need not be that float: centre
-    # on the first sample.
-    shifted = rewards - rewards[:, :1]
-    deviations = shifted - shifted.mean(1, keepdim=True)
-    std = shifted.std(1, keepdim=True)
+        deviations = (rewards - mean).float()
+        std = std.float()
+    else:
+        shifted = _shifted(rewards)
+        deviations = shifted - shifted.mean(1, keepdim=True)
+        std = shifted.std(1, keepdim=True)
     if baseline == "leave_one_out":
         deviations = deviations * group_size / (group_size - 1)  # r - mean of the others
     return deviations / (std + epsilon) if scale_by_std else deviations
+
+
+def _shifted(rewards: Tensor) -> Tensor:
+    """Rewards [P, G] less the first of their group, fp32; exactly 0 where they are equal.
+
+    Not less the mean: a mean of equal floats need not be that float. In double, as 1e8 and 1e8 + 1
+    are one number in fp32. What weighted sums round differently (0.1 + 0.2 and 0.3) is equal.
+    """
+    exact = rewards.double()
+    shifted = exact - exact[:, :1]
+    rounding = 1e-14 * exact.abs().amax(1, keepdim=True).clamp(min=1)
+    return torch.where(shifted.abs() <= rounding, 0.0, shifted).float()
+
+
+def has_spread(rewards: Sequence[float]) -> bool:
+    """Whether a group's rewards [G] differ: False exactly where all its advantages are 0."""
+    return bool(_shifted(torch.tensor([rewards], dtype=torch.float64)).any())
 
 
 def _global_mean_std(
     x: Tensor, mask: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation (ddof 1) of x over mask and over the ranks of `group`; (0, 0) for
-    nothing. Collective.
-    """
+    nothing. Collective."""
     # Two passes: E[x^2] - E[x]^2 loses all digits when the mean is large against the spread.
+    x = x if x.is_floating_point() else x.float()  # a mean of integers is none
     sum_and_count = torch.stack([torch.where(mask, x, 0.0).double().sum(), mask.sum().double()])
     total, count = _sum_over_ranks(sum_and_count, group)
     mean = total / count.clamp(min=1)
@@ -167,8 +191,7 @@ def _sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def whiten(x: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """(x - mean) / (std + 1e-8) over the masked entries of all ranks, 0 elsewhere: [N], [N] bool ->
-    [N]. Collective.
-    """
+    [N]. Collective."""
     mean, std = _global_mean_std(x, mask, group)
     return torch.where(mask, (x - mean) / (std + 1e-8), 0.0)
 
@@ -217,6 +240,7 @@ def gae(
     rewards [N], values [N] (value of the state before the token), response_mask [N] bool,
     cu_seqlens [S+1].
     """
+    rewards = rewards if rewards.is_floating_point() else rewards.float()
     num_live = [int(mask.sum()) for mask in response_mask.split(cu_seqlens.diff().tolist())]
     # A padded line for each sequence holds the response tokens alone: packed neighbours and masked
     # gaps are gone.
@@ -248,8 +272,7 @@ def estimate(
     kl_coef: float,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[list[list], dict[str, float]]:
-    """The same rows (of each minibatch) with the fields "advantages" and "returns" [N], and
-    statistics. Collective.
+    """The same rows (of each minibatch) with advantages and returns, and statistics. Collective.
 
     Rows are dataclasses with cu_seqlens [S+1] and the fields [N] response_mask, scores (of its
     sequence, on each response token), values, and with a kl_coef old_logprobs and ref_logprobs
@@ -269,8 +292,7 @@ def estimate(
     advantages, returns = gae(
         rewards, values, mask, cu_seqlens, gamma=config.gamma, lam=config.gae_lambda
     )
-    # With values of 0 a return is a plain sum: A + V would round, and equal returns would not be
-    # equal.
+    # With values of 0 a return is a plain sum: A + V would round, and equal returns would differ.
     no_values = torch.zeros_like(values)
     monte_carlo, _ = gae(rewards, no_values, mask, cu_seqlens, gamma=config.gamma, lam=1.0)
     stats = {}
@@ -288,8 +310,7 @@ def estimate(
 
 def _joined(rows: Sequence, name: str) -> Tensor:
     """The field of all rows in one tensor, on the host: gae is a loop over tokens, and a GPU would
-    launch a kernel for each.
-    """
+    launch a kernel for each."""
     return torch.cat([row.fields[name] for row in rows]).cpu()
 
 
@@ -300,7 +321,7 @@ def _joined_boundaries(rows: Sequence) -> Tensor:
 
 
 def _with_fields(rows: Sequence[Sequence], fields: dict[str, Tensor]) -> list[list]:
-    """The same rows (of each minibatch) with their part of each of the fields, which are joined."""
+    """The same rows (of each minibatch), each with its part of the joined fields."""
     flat = list(itertools.chain.from_iterable(rows))
     sizes = [len(row.tokens) for row in flat]
     device = flat[0].tokens.device
@@ -319,19 +340,17 @@ def explained_variance(
 ) -> float:
     """1 - Var(returns - values) / Var(returns) over the masked entries of all ranks: [N], [N], [N]
     bool. Collective. 1: the values are the returns up to a constant; 0: no better than a constant;
-    nan: all returns are equal.
-    """
+    nan: all returns are equal."""
     _, left = _global_mean_std(returns - values, mask, group)
     _, spread = _global_mean_std(returns, mask, group)
     return 1.0 - float(left / spread) ** 2 if spread > 0 else float("nan")
 
 
 class KlController:
-    """The weight of the KL penalty: fixed, or steered to a target by Ziegler's rule (as a Stateful,
-    to be resumed).
+    """The weight of the KL penalty: fixed, or steered to a target. It can be saved and resumed.
 
-    coef <- coef x (1 + clip(kl / target - 1, -0.2, 0.2) x responses / horizon). Source: Ziegler
-    2019 (arXiv:1909.08593), section 2.2.
+    coef <- coef x (1 + clip(kl / target - 1, -0.2, 0.2) x responses / horizon): Ziegler 2019
+    (arXiv:1909.08593), section 2.2.
     """
 
     def __init__(self, config: GaeConfig):
@@ -354,21 +373,18 @@ class KlController:
 
 
 def overlong_penalty(lengths: Tensor, limit: int, *, buffer: int, weight: float) -> Tensor:
-    """0 up to limit - buffer tokens, then falling linearly to -weight at the limit; the shape of
-    `lengths`, fp32.
-
-    buffer 0: no penalty at all. Source: DAPO's soft overlong punishment, eq. 13.
-    """
+    """0 up to limit - buffer tokens, then falling to -weight at the limit (DAPO, eq. 13); fp32 in
+    the shape of `lengths`. buffer 0: no penalty at all."""
     if buffer == 0:
-        return torch.zeros(lengths.shape)
+        return torch.zeros(lengths.shape, device=lengths.device)
     return -weight * (lengths - (limit - buffer)).clamp(min=0) / buffer
 
 
 class AdvantageCache(Generic[T]):
-    """The advantages of one batch of rollouts, computed once and read by every epoch and minibatch.
+    """The advantages of one batch of rollouts, computed once for all epochs and minibatches.
 
-    It holds one entry. A new key evicts the old one, so a new batch of rollouts can never be
-    trained with the advantages of an earlier one, however often the loop asks.
+    It holds one entry, for loops of your own: a new key evicts the old one, so no batch is ever
+    trained with the advantages of another, however often the loop asks.
     """
 
     def __init__(self):

@@ -21,23 +21,22 @@ them; blocks below 1.5e-36, whose scale would not be a normal float, become 0.
 
 `quantize_gradients(model)` replaces FSDP2's reduce-scatter and, on a 2-D mesh (HSDP), its
 all-reduce over the replicas. That half, some 80 lines with error feedback, waits for such meshes:
-the training scripts have one axis. Rounding to the nearest has the smaller error in one step,
-stochastic rounding none on average over many. Error feedback adds to a reduction what the one
-before lost; it costs a shard. All this pays over links between hosts that the step waits for.
-Inside a host with NVLink it does not: the plain reduction hides behind the backward pass, and
-quantizing reads and writes all gradients once more (times: benchmarks/comms.py collectives).
+the training scripts have one axis. Nearest rounding has the smaller error in one step, stochastic
+none on average over many. Error feedback adds to a reduction what the one before lost, for a shard
+of memory. All this pays over links between hosts that the step waits for. Inside a host with NVLink
+it does not: the plain reduction hides behind the backward pass, and quantizing reads and writes all
+gradients once more (times: benchmarks/comms.py collectives).
 
 Shapes: n values in a chunk, W ranks, R rows (chunks) of a buffer, B = ceil(n / block_size) blocks
 in a chunk, M bytes in a message. What we give up: ZeRO++ sums inside a host first and sends INT4
-between hosts; here one all-to-all spans all ranks. Sources: ZeRO++ (arXiv 2306.10209), section 3.3;
-error feedback: 1-bit Adam (arXiv 2102.02888).
+between hosts. Sources: ZeRO++ (arXiv 2306.10209, 3.3); error feedback: 1-bit Adam (2102.02888).
 """
 
 import fnmatch
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -62,7 +61,7 @@ def quantize_blockwise(
     x: n values of any shape and floating dtype; the last block may be short. The error of codes *
     scale is at most scale / 2; with stochastic rounding below scale, and 0 on average.
     """
-    _check_block_size(block_size)
+    _check_options(block_size, rounding)
     codes = torch.empty(1, x.numel(), dtype=torch.int8, device=x.device)
     scales = torch.empty(1, -(-x.numel() // block_size), device=x.device)
     _quantize_rows(x.reshape(-1), codes, scales, block_size, rounding)
@@ -71,15 +70,23 @@ def quantize_blockwise(
 
 def dequantize_blockwise(q: Tensor, scales: Tensor, block_size: int = 256) -> Tensor:
     """code * scale of its block, fp32 [n]. q: int8 [n], scales: fp32 [B]."""
-    _check_block_size(block_size)
-    x = torch.empty(q.numel(), device=q.device)
-    _dequantize_sum(q[None], scales[None], x, block_size)
+    _check_options(block_size)
+    rule = f"scales {tuple(scales.shape)}: one for each block of {block_size} of {len(q)} codes"
+    _require(scales.shape == (-(-len(q) // block_size),), rule)
+    x = torch.empty(len(q), device=q.device)
+    _dequantize_sum(q.contiguous()[None], scales.contiguous()[None], x, block_size)
     return x
 
 
-def _check_block_size(block_size: int) -> None:
-    if block_size < 16 or block_size & (block_size - 1):
-        raise ValueError(f"block_size {block_size} must be a power of two from 16 on: use 256")
+def _check_options(block_size: int, rounding: Rounding = "nearest") -> None:
+    rule = f"block_size {block_size} must be a power of two from 16 on: use 256"
+    _require(block_size >= 16 and not block_size & (block_size - 1), rule)
+    _require(rounding in ("nearest", "stochastic"), f"rounding {rounding!r}: nearest or stochastic")
+
+
+def _require(holds: bool, rule: str) -> None:
+    if not holds:
+        raise ValueError(rule)
 
 
 @torch.no_grad()
@@ -87,6 +94,7 @@ def _quantize_rows(
     x: Tensor, codes: Tensor, scales: Tensor, block_size: int, rounding: Rounding
 ) -> None:
     """codes [R, n] and scales [R, B] of x, up to R * n values in rows of n; missing ones are 0."""
+    x = x.contiguous()  # the kernel reads memory in order
     num_rows, n = codes.shape
     num_blocks = scales.size(1)
     seed = None
@@ -202,17 +210,19 @@ def quantized_reduce_scatter(
 
     input: contiguous [W * n]; any floating dtypes, any n. A rank sends (W - 1) * M bytes.
     """
-    _check_block_size(block_size)
-    if dist.get_world_size(group) == 1:
-        output.copy_(input)
+    _check_options(block_size, rounding)
+    n = output.numel()
+    num_ranks = dist.get_world_size(group)
+    rule = f"output of {n} values: contiguous, and one in {num_ranks} of input's {input.numel()}"
+    _require(output.is_contiguous() and input.numel() == num_ranks * n, rule)
+    if num_ranks == 1:
+        output.copy_(input.view_as(output))
         return
-    _, received = _scatter(input.view(-1), output.numel(), group, block_size, rounding)
-    _dequantize_sum(received.codes, received.scales, output, block_size)
+    _, received = _scatter(input.reshape(-1), n, group, block_size, rounding)
+    _dequantize_sum(received.codes, received.scales, output.view(-1), block_size)
 
 
-def _scatter(
-    x: Tensor, n: int, group, block_size: int, rounding: Rounding
-) -> tuple[_Messages, _Messages]:
+def _scatter(x: Tensor, n: int, group, block_size: int, rounding: Rounding) -> tuple:
     """x goes in chunks of n to all ranks: the messages that this one sent, and that it received."""
     sent = _Messages(dist.get_world_size(group), n, block_size, x.device)
     received = _Messages(dist.get_world_size(group), n, block_size, x.device)
@@ -223,27 +233,24 @@ def _scatter(
 
 @torch.no_grad()
 def quantized_all_reduce(
-    x: Tensor,
-    group=None,
-    *,
-    block_size: int = 256,
-    rounding: Rounding = "nearest",
-    residual: Tensor | None = None,
+    x: Tensor, group=None, *, block_size=256, rounding: Rounding = "nearest", residual=None
 ) -> None:
     """x = sum of x over the ranks, in place, the same bits on all; quantized twice, added in fp32.
 
     x: contiguous, any floating dtype and size. residual: error feedback, fp32 [numel], zeros before
-    the first call; it is added to x and then holds what this call lost. A rank sends 2 * (W - 1) *
-    M bytes with n = ceil(numel / W).
+    the first call; it is added to x, and then holds what this call lost. A rank sends
+    2 * (W - 1) * M bytes with n = ceil(numel / W).
     """
-    _check_block_size(block_size)
+    _check_options(block_size, rounding)
+    _require(x.is_contiguous(), "x: must be contiguous, since it is summed in place")
     if dist.get_world_size(group) == 1:
         return
     n = -(-x.numel() // dist.get_world_size(group))
     flat = x.view(-1)
     if residual is not None:
-        # In fp32: what bf16 would round away here could never come back.
-        flat = flat.float() + residual
+        is_right = residual.dtype == torch.float32 and residual.shape == flat.shape
+        _require(is_right, f"residual: must be fp32 of shape ({x.numel()},)")
+        flat = flat.float() + residual  # what bf16 rounds away here could never come back
     sent, received = _scatter(flat, n, group, block_size, rounding)
     total = torch.empty(n, device=x.device)
     own = _Messages(1, n, block_size, x.device)
@@ -268,11 +275,7 @@ def _dequantize_rows(messages: _Messages, out: Tensor, block_size: int) -> None:
         _dequantize_sum(codes, messages.scales[row : row + 1], part, block_size)
 
 
-class Column(NamedTuple):
-    """One parameter's share of a chunk."""
-
-    num_values: int
-    is_quantized: bool
+Columns = list[tuple[int, bool]]  # of each parameter in a chunk: its values, and if quantized
 
 
 def quantize_gradients(
@@ -290,40 +293,40 @@ def quantize_gradients(
     keeps an fp32 shard on each rank. Works whether FSDP2 averages or sums. If you set a gradient
     divide factor, also call set_force_sum_reduction_for_comms(True).
     """
-    _check_block_size(block_size)
+    _check_options(block_size, rounding)
     names = {name: id(parameter) for name, parameter in model.named_parameters()}
     excluded = set()
     for pattern in exclude:
         found = fnmatch.filter(names, pattern)
+        _require(found, f"exclude {pattern!r} matches no parameter: try {min(names)!r}")
         excluded.update(names[name] for name in found)
-        if not found:
-            raise ValueError(f"exclude {pattern!r} matches no parameter: try {min(names)!r}")
     options = {"block_size": block_size, "rounding": rounding}
     reduce_scatter_int8 = functools.partial(quantized_reduce_scatter, **options)
     all_reduce_int8 = functools.partial(quantized_all_reduce, **options)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not modules:
-        raise ValueError("quantize_gradients: the model has no FSDP module: call fully_shard first")
+    _require(modules, "quantize_gradients: the model has no FSDP module: call fully_shard first")
     for module in modules:
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13
         for param_group in filter(None, groups or [state._fsdp_param_group]):
-            columns = []  # in the order of a chunk
+            columns: Columns = []
             for p in param_group.fsdp_params:
                 if p.sharded_param.requires_grad:
                     is_quantized = id(p.sharded_param) not in excluded
-                    columns.append(Column(p.padded_sharded_param_size.numel(), is_quantized))
-            if not any(column.is_quantized for column in columns):
+                    columns.append((p.padded_sharded_param_size.numel(), is_quantized))
+            if not any(is_quantized for _, is_quantized in columns):
                 continue
             module.set_custom_reduce_scatter(_QuantizedReduceScatter(columns, reduce_scatter_int8))
-            if isinstance(param_group.mesh_info, DDPMeshInfo):
+            mesh_info = getattr(param_group, "mesh_info_before_int8", param_group.mesh_info)
+            if isinstance(mesh_info, DDPMeshInfo):
+                param_group.mesh_info_before_int8 = mesh_info  # for a second call
                 _replace_all_reduce(module, param_group, columns, all_reduce_int8, error_feedback)
 
 
 class _QuantizedReduceScatter(DefaultReduceScatter):
     """FSDP2's reduce-scatter of one parameter group."""
 
-    def __init__(self, columns: list[Column], reduce_scatter_int8: Callable):
+    def __init__(self, columns: Columns, reduce_scatter_int8: Callable):
         self.columns = columns
         self.reduce_scatter_int8 = reduce_scatter_int8
 
@@ -331,8 +334,8 @@ class _QuantizedReduceScatter(DefaultReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False
     ) -> None:
         """output_tensor [n] = sum or mean over the ranks of their chunk of input_tensor [W * n]."""
-        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ValueError("a divide factor needs set_force_sum_reduction_for_comms(True)")
+        rule = "a divide factor needs set_force_sum_reduction_for_comms(True)"
+        _require(op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), rule)
 
         def reduce(output: Tensor, part: Tensor, is_quantized: bool) -> None:
             if not is_quantized:
@@ -346,10 +349,10 @@ class _QuantizedReduceScatter(DefaultReduceScatter):
 
 
 def _replace_all_reduce(
-    module, param_group, columns: list[Column], all_reduce_int8: Callable, error_feedback: bool
+    module, param_group, columns: Columns, all_reduce_int8: Callable, error_feedback: bool
 ) -> None:
     """Lets FSDP2's hook reduce over the replicas instead of FSDP2 itself."""
-    mesh_info = param_group.mesh_info
+    mesh_info = param_group.mesh_info_before_int8
     replicas = mesh_info.replicate_process_group
     residual = None
     # FSDP2 would call the hook after its own all-reduce, so the group is told that it has no
@@ -370,29 +373,26 @@ def _replace_all_reduce(
         all_reduce_int8(output, replicas, residual=residual)
 
     def hook(reduce_output: Tensor) -> None:
-        if reduce_output.is_cuda:
-            # Else FSDP2 could give its memory to the next layer while it is still read here.
+        if reduce_output.is_cuda:  # else the next layer could get its memory while it is read here
             reduce_output.record_stream(torch.cuda.current_stream())
         _by_columns(reduce_output, reduce_output, columns, reduce)
-        if param_group.gradient_divide_factor is None:
-            # A mean over all ranks: FSDP2 now divides by the shards alone.
+        if param_group.gradient_divide_factor is None:  # a mean: FSDP2 divides by the shards alone
             reduce_output.div_(replicas.size())
 
     module.set_all_reduce_hook(hook)
 
 
-def _by_columns(output: Tensor, input: Tensor, columns: list[Column], reduce: Callable) -> None:
+def _by_columns(output: Tensor, input: Tensor, columns: Columns, reduce: Callable) -> None:
     """output [n] = reduce(input [R * n], is_quantized), called for the columns of each kind."""
-    if all(column.is_quantized for column in columns):
+    if all(is_quantized for _, is_quantized in columns):
         reduce(output, input, True)
         return
-    sizes = [column.num_values for column in columns]
-    if sum(sizes) != output.numel():
-        raise ValueError("exclude: a parameter of this module got no gradient: freeze it, or all")
+    sizes = [num_values for num_values, _ in columns]
+    _require(sum(sizes) == output.numel(), "exclude: a parameter got no gradient: freeze it")
     inputs = input.view(-1, output.numel()).split(sizes, dim=1)
     outputs = output.split(sizes)
     for kind in (True, False):
-        chosen = [i for i, column in enumerate(columns) if column.is_quantized is kind]
+        chosen = [i for i, (_, is_quantized) in enumerate(columns) if is_quantized is kind]
         reduced = torch.cat([outputs[i] for i in chosen])
         reduce(reduced, torch.cat([inputs[i] for i in chosen], dim=1).flatten(), kind)
         for i, values in zip(chosen, reduced.split([sizes[i] for i in chosen]), strict=True):

@@ -1,9 +1,8 @@
 """Prompts: reading, tokenizing once, and an order that can be resumed.
 
-The problem. Between a data set and the sampler sit three classic silent errors: the chat template's
-text already begins with BOS and the tokenizer adds another (worth 6 points on MMLU in one report);
-a prompt is too long and is cut, or breaks the run hours later; and after a restart the loader
-begins at prompt 0 again, or skips what had been prefetched.
+The problem. Silent errors: the chat template's text begins with BOS and the tokenizer adds another
+(worth 6 points on MMLU in one report); a prompt is too long and is cut, or breaks the run hours
+later; the gold answer of a row is empty; after a restart the loader begins at prompt 0 again.
 
 How it works. Everything is tokenized at the start, by the template once and without special tokens
 on top of it; prompts over the limit are counted and dropped, or refused, before a model is loaded.
@@ -11,25 +10,31 @@ What the run then needs is an order, and an order is a pure function of counters
     epoch e of a data set is a permutation drawn from (seed, data set, e);
     with several data sets, each next prompt comes from the one that is furthest behind its share:
         weights 3 : 1   ->   a a b a  a a b a ...
-So the whole state of the stream is one integer per data set: how many prompts were taken. There is
-nothing to prefetch and nothing to lose: 7,473 GSM8K prompts take 2 s at the start.
+So the state of the stream is one integer per data set: how many prompts were taken. There is
+nothing to prefetch and nothing to lose: 7,473 GSM8K prompts take some seconds at the start.
 
 Rows that are recognised: `question` and `answer` (GSM8K; the gold number behind `####` is the
 answer), `prompt` as text or chat messages with an answer column (TRL), `prompt` with
-`reward_model.ground_truth` (verl). All other columns go to the reward functions by name.
+`reward_model.ground_truth` (verl). An empty column does not count. All other columns go to the
+reward functions by name, and answers as they are: numbers, lists, text. A conversation that ends in
+the assistant's words goes on there. Control tokens (<|im_end|>) in a user's words are text.
 
-What we give up: streaming of data sets that do not fit in memory.
+What we give up: streaming of data sets that do not fit in memory; images.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import random
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -42,29 +47,28 @@ class DataConfig:
     """Share of each data set in a batch, in the order of --data; empty: by size."""
     system_prompt: str = ""
     """System message of each prompt, in place of the data's own; empty: what the data say (needs a
-    chat template).
-    """
+    chat template)."""
     template_options: str = "{}"
     """JSON object of extra arguments of the chat template, such as {"enable_thinking": false}."""
+    control_tokens: bool = False
+    """Let control tokens (such as <|im_end|>) in users' text act as such; off: they are text."""
     split: str = "train"
     """Split of a Hub data set."""
 
     def __post_init__(self):
-        if self.max_prompt_tokens < 1:
-            raise ValueError(
-                f"--data.max-prompt-tokens {self.max_prompt_tokens}: must be at least 1; try 512"
-            )
-        if any(weight <= 0 for weight in self.weights):
-            raise ValueError(
-                f"--data.weights {self.weights}: must be above 0; or leave it out of --data"
-            )
+        limit = self.max_prompt_tokens
+        if limit < 1:
+            raise ValueError(f"--data.max-prompt-tokens {limit}: must be at least 1; try 512")
+        if self.long_prompts not in ("drop", "refuse"):
+            raise ValueError(f"--data.long-prompts {self.long_prompts}: must be drop or refuse")
+        if not all(0 < weight < float("inf") for weight in self.weights):
+            shares = " ".join(map(str, self.weights))
+            raise ValueError(f"--data.weights {shares}: must be finite and above 0")
         flag = f"--data.template-options {self.template_options}"
-        try:
+        with _explained(f"{flag}: not JSON"):
             options = json.loads(self.template_options)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{flag}: not JSON ({error})") from error
-        if not isinstance(options, dict):
-            raise ValueError(f"{flag}: must be a JSON object, such as {{}}")
+        if not isinstance(options, dict) or options.keys() & {"tokenize", "conversation"}:
+            raise ValueError(f"{flag}: must be a JSON object, such as {{}}, without `tokenize`")
 
 
 @dataclass(frozen=True)
@@ -73,34 +77,34 @@ class Prompt:
 
     prompt_ids: list[int]
     text: str  # what prompt_ids say, template included
-    answer: str  # what the reward compares with; "" if the data has none
+    answer: Any  # what the reward compares with, as the data have it; "" if there is none
     source: str  # name of the data set
     columns: dict = field(default_factory=dict)  # the row's other columns
 
 
+PROMPT_COLUMNS = ("prompt", "question")
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "target", "label")
+HUB_NAME = re.compile(r"(?!.*\.(j\w+|parquet|csv|tsv|txt|gz)$)\w[\w.-]*(/[\w.-]+)?(:.+)?")
+MARK = "\ue000"  # no character: it stands in no text
+MARKED = MARK + r"\g<0>" + MARK
+# What templates, tokenizers and data packages raise where they cannot use their input.
+FOREIGN = (AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 
 def load_all(
     paths: Sequence[str], eval_paths: Sequence[str], tokenizer, config: DataConfig
 ) -> tuple[list[list[Prompt]], list[list[Prompt]]]:
     """(data sets to learn from, data sets to evaluate on), by load_prompts."""
-    return (
-        load_prompts(paths, tokenizer, config),
-        load_prompts(eval_paths, tokenizer, config, "--eval-data"),
-    )
+    datasets = load_prompts(paths, tokenizer, config)
+    return datasets, load_prompts(eval_paths, tokenizer, config, "--eval-data")
 
 
 def load_prompts(
     sources: Sequence[str], tokenizer, config: DataConfig, flag: str = "--data"
 ) -> list[list[Prompt]]:
     """One list of prompts per source: a file of JSON lines, a .parquet file, a Hub name, or
-    reasoning_gym:NAME:SIZE:SEED.
-
-    Raises ValueError, which begins with `flag`, for a missing, broken or empty data set, unknown
-    columns, prompts that the chat template refuses, and prompts over the limit where those are
-    refused.
-    """
+    reasoning_gym:NAME:SIZE:SEED. Raises ValueError, which begins with `flag` and names the row, for
+    what cannot be read or rendered, and for prompts over the limit where those are refused."""
     names = [Path(source).name for source in sources]  # in metrics and samples
     if len(set(names)) < len(names):
         names = list(sources)
@@ -116,205 +120,253 @@ def load_prompts(
 
 def require_columns(datasets: Sequence[Sequence[Prompt]], wanted: dict[str, list[str]]) -> None:
     """ValueError if a reward function wants a column that a data set has in no row; wanted:
-    {function: columns}.
-    """
+    {function: columns}."""
     for prompts in datasets:
         known = {"prompt", "response", "truncated", *(name for p in prompts for name in p.columns)}
-        known |= {"answer"} if any(p.answer for p in prompts) else set()
+        known |= {"answer"} if any(p.answer != "" for p in prompts) else set()
+        has = f"{prompts[0].source} has {', '.join(sorted(known))}"
         for function, names in wanted.items():
             for name in names:
                 if name not in known:
-                    has = f"{prompts[0].source} has {', '.join(sorted(known))}"
-                    raise ValueError(
-                        f"--reward.functions {function}: wants {name}, which is no column; {has}"
-                    )
+                    wants = f"wants {name}, which is no column; {has}"
+                    raise ValueError(f"--reward.functions {function}: {wants}")
 
 
 def read_rows(source: str, split: str) -> list[dict]:
     """The rows of one source as dictionaries."""
-    kind = Path(source).suffix
-    if not kind and Path(source).is_file():
-        kind = ".jsonl"
+    path = Path(source)
     if source.startswith("reasoning_gym:"):
-        return _reasoning_gym_rows(*source.split(":")[1:4])
-    if kind in (".jsonl", ".json", ".parquet") and not Path(source).is_file():
-        raise ValueError(f"{source}: no such file")
-    if kind in (".jsonl", ".json"):
-        with open(source, encoding="utf-8") as lines:
-            rows = [
-                _parse_line(line, f"{source}, line {i}")
-                for i, line in enumerate(lines, 1)
-                if line.strip()
-            ]
-    elif kind == ".parquet":
-        pq = _import("pyarrow.parquet", "pyarrow", source)
-        rows = pq.read_table(source).to_pylist()
+        rows = _reasoning_gym_rows(*source.split(":")[1:4])
+    elif path.is_file() and path.suffix == ".parquet":
+        rows = _parquet_rows(source)
+    elif path.is_file() and path.suffix in (".jsonl", ".json", ""):
+        with _explained(f"{source}: cannot be read"), open(source, "rb") as file:
+            numbered = [(i, line) for i, line in enumerate(file, 1) if line.strip()]
+        rows = [_parse_line(line, f"{source}, line {i}") for i, line in numbered]
+    elif path.is_file():
+        raise ValueError(f"{source}: must be JSON lines (.jsonl, an object a line) or .parquet")
+    elif HUB_NAME.fullmatch(source) or (source and path.is_dir()):
+        rows = _hub_rows(source, split)
     else:
-        name, _, subset = source.partition(":")
-        datasets = _import("datasets", "datasets", source)
-        try:
-            rows = list(datasets.load_dataset(name, subset or None, split=split))
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{source}: not a .jsonl or .parquet file, and not on the Hub ({error})"
-            ) from error
+        raise ValueError(f"{source}: no such file")
     if not rows:
         raise ValueError(f"{source}: is empty; it needs at least one row")
     return rows
 
 
-def _parse_line(line: str, where: str) -> dict:
-    try:
+def _parse_line(line: bytes, where: str) -> dict:
+    with _explained(f"{where}: is not JSON; each line must be one object"):
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: is not JSON ({error}); each line must be one object") from error
     if not isinstance(row, dict):
-        raise ValueError(
-            f"{where}: is not a JSON object; each line must be one, such as {{'prompt': ...}}"
-        )
+        raise ValueError(f"{where}: is {row!r:.80}; each line must be one object")
     return row
 
 
-def _import(module: str, package: str, source: str):
-    import importlib
+def _parquet_rows(source: str) -> list[dict]:
+    pq = _import("pyarrow.parquet", "pyarrow", f"{source}:")
+    with _explained(f"{source}: is no parquet file"), pq.ParquetFile(source) as file:
+        # In parts: Arrow converts no nested column of more than 2 GB at once.
+        return [row for part in file.iter_batches(batch_size=64) for row in part.to_pylist()]
 
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(
-            f"{source}: needs {package}; install it with: pip install {package}"
-        ) from error
+
+def _hub_rows(source: str, split: str) -> list[dict]:
+    name, _, subset = source.partition(":")
+    datasets = _import("datasets", "datasets", f"{source}: no such file; as a name on the Hub it")
+    with _explained(
+        f"{source}: no such file, and not on the Hub", datasets.exceptions.DatasetsError
+    ):
+        return list(datasets.load_dataset(name, subset or None, split=split))
 
 
 def _reasoning_gym_rows(name: str, size: str = "2000", seed: str = "0") -> list[dict]:
-    """Problems made by the reasoning_gym package; its verifier needs the whole entry, which travels
-    as a column.
-    """
+    """Problems of the reasoning_gym package; its verifier needs the whole entry, as a column."""
     source = f"reasoning_gym:{name}:{size}"
-    gym = _import("reasoning_gym", "reasoning-gym", source)
-    try:
-        # Entry i is made from seed + i: seeds closer than the sizes would give the same problems
-        # twice.
+    gym = _import("reasoning_gym", "reasoning-gym", f"{source}:")
+    with _explained(f"{source}: cannot be made", AssertionError):
+        # Entry i is made from seed + i: closer seeds would give the same problems twice.
         entries = list(gym.create_dataset(name, size=int(size), seed=int(seed) * 1_000_000))
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from error
-    return [
-        {"question": e["question"], "answer": e["answer"], "reasoning_gym": name, "entry": e}
-        for e in entries
-    ]
+    kept = {"reasoning_gym": name}
+    return [{"question": e["question"], "answer": e["answer"], "entry": e} | kept for e in entries]
+
+
+def _import(module: str, package: str, what: str):
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        command = f"{sys.executable} -m pip install {package}"
+        raise ValueError(f"{what} needs {package}; install it with: {command}") from error
+
+
+@contextlib.contextmanager
+def _explained(what: str, *errors: type[Exception]) -> Iterator[None]:
+    """What foreign code raises inside becomes a ValueError that says what it is about."""
+    try:
+        yield
+    except (*errors, *FOREIGN) as error:
+        raise ValueError(f"{what} ({type(error).__name__}: {error})") from error
 
 
 def to_prompts(rows: Sequence[dict], tokenizer, config: DataConfig, source: str) -> list[Prompt]:
-    """Tokenized prompts of `rows`, over-long ones dropped (and counted on the console) or refused.
-
-    Raises ValueError as load_prompts does.
-    """
-    parsed = [_parse_row(row, f"{source}, row {i}") for i, row in enumerate(rows, 1)]
-    texts = [_render(messages, tokenizer, config, source) for messages, _, _ in parsed]
-    # Templated text brings its own BOS. Plain text gets what the tokenizer adds.
-    ids = tokenizer(texts, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
-    prompts = [
-        Prompt(list(prompt_ids), text, answer, source, columns)
-        for prompt_ids, text, (_, answer, columns) in zip(ids, texts, parsed, strict=True)
-    ]
-    if not all(p.prompt_ids for p in prompts):
-        raise ValueError(f"{source}: has an empty prompt; remove the row")
-    kept = [p for p in prompts if len(p.prompt_ids) <= config.max_prompt_tokens]
+    """Tokenized prompts of `rows`; over-long ones are dropped (and counted on the console) or
+    refused. Raises ValueError as load_prompts does."""
+    control = _control_tokens(tokenizer, config)
+    prompts = []
+    num_marked = 0
+    for i, row in enumerate(rows, 1):
+        try:
+            messages, answer, columns = _parse_row(row)
+            marked = _render(_mark(messages, control), tokenizer, config)
+            ids = _tokenize(marked, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{source}, row {i}: {error}") from error
+        num_marked += 1 if MARK in marked else 0
+        prompts.append(Prompt(ids, marked.replace(MARK, ""), answer, source, columns))
+    kept = [prompt for prompt in prompts if len(prompt.prompt_ids) <= config.max_prompt_tokens]
     num_long = len(prompts) - len(kept)
-    limit = f"--data.max-prompt-tokens {config.max_prompt_tokens}"
-    rule = f"{num_long} of {len(prompts)} prompts exceed {limit}"
+    too_long = f"prompts exceed --data.max-prompt-tokens {config.max_prompt_tokens}"
     if num_long and (config.long_prompts == "refuse" or not kept):
-        longest = max(len(p.prompt_ids) for p in prompts)
-        instead = " or use --data.long-prompts drop" if kept else ""
-        raise ValueError(
-            f"{source}: {rule}; the longest has {longest} tokens: raise the limit{instead}"
-        )
-    if num_long and os.environ.get("RANK", "0") == "0":
-        print(f"data: {source}: {rule} and are dropped", flush=True)
+        longest = max(len(prompt.prompt_ids) for prompt in prompts)
+        advice = "raise the limit" + (" or use --data.long-prompts drop" if kept else "")
+        rule = f"{too_long}; the longest has {longest} tokens: {advice}"
+        raise ValueError(f"{source}: {num_long} of {len(prompts)} {rule}")
+    hidden = [p for p in prompts if {"response", "truncated"} & p.columns.keys()]
+    counts = {
+        f"{too_long} and are dropped": num_long,
+        "rows have no answer": sum(1 for prompt in prompts if prompt.answer == ""),
+        "rows have columns that the sample's response and truncated hide": len(hidden),
+        "prompts spell control tokens, here text (--data.control-tokens lets them act)": num_marked,
+    }
+    for what, count in counts.items():
+        if count and os.environ.get("RANK", "0") == "0":
+            print(f"data: {source}: {count} of {len(prompts)} {what}", flush=True)
     return kept
 
 
-def _parse_row(row: dict, source: str) -> tuple[list[dict], str, dict]:
-    """(chat messages, answer, other columns) of one row."""
+def _parse_row(row: dict) -> tuple[list[dict], Any, dict]:
+    """(chat messages, answer, other columns): of several columns the first that is not empty."""
+    filled = [name for name, value in row.items() if not _is_empty(value)]
     columns = dict(row)
-    question = columns.pop("prompt", None) if "prompt" in row else columns.pop("question", None)
+    name = next((name for name in PROMPT_COLUMNS if name in filled), None)
+    if name is None:
+        rule = "needs `prompt` or `question` (text or chat messages), and not empty"
+        raise ValueError(f"has columns {sorted(row)}; {rule}")
+    messages = _to_messages(name, columns.pop(name))
+    if "images" in filled or "videos" in filled:
+        raise ValueError("has images or videos, and prompts are text alone")
     verl = row.get("reward_model")
-    if isinstance(verl, dict) and "ground_truth" in verl:
-        answer = verl["ground_truth"]
-    else:
-        name = next((name for name in ANSWER_COLUMNS if name in row), None)
-        answer = columns.pop(name) if name else None
-    messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
-    is_chat = (
-        isinstance(messages, list)
-        and messages
-        and all(isinstance(m, dict) and "content" in m for m in messages)
-    )
-    if not is_chat or (answer is None and not columns):
-        raise ValueError(
-            f"{source}: has columns {sorted(row)}; needs `prompt` or `question` (text or chat "
-            f"messages), and {', '.join(ANSWER_COLUMNS)} or reward_model.ground_truth"
-        )
-    answer = "" if answer is None else str(answer)
-    if "####" in answer:
-        answer = answer.split("####")[-1].strip()
-    return messages, answer, columns
+    answer = verl.get("ground_truth") if isinstance(verl, dict) else None
+    if _is_empty(answer):
+        name = next((name for name in ANSWER_COLUMNS if name in filled), "answer")
+        answer = columns.pop(name, "")
+    if isinstance(answer, str) and "####" in answer:
+        last = answer.rpartition("####")[2].strip()
+        # Of a text with other headings the whole is the answer.
+        if re.findall("#+", answer) == ["####"] or re.fullmatch(r"[-+$]*\.?\d[\d.,/ ]*%?", last):
+            answer = last
+    return messages, "" if _is_empty(answer) else answer, columns
 
 
-def _render(messages: list[dict], tokenizer, config: DataConfig, source: str) -> str:
+def _is_empty(value: Any) -> bool:
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or value == [] or value != value  # NaN: an empty cell of a table
+
+
+def _to_messages(name: str, prompt: Any) -> list[dict]:
+    """Messages whose content is text: of text a user's message, of parts their texts, joined."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not all(isinstance(m, dict) for m in prompt):
+        raise ValueError(f"`{name}` is {prompt!r:.80}; must be text or chat messages")
+    messages = []
+    for given in prompt:
+        message = {key: value for key, value in given.items() if value is not None}
+        content = message.get("content", "" if "tool_calls" in message else None)
+        if isinstance(content, list):
+            parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+            content = "".join(parts) if all(isinstance(x, str) for x in parts) else None
+        if not isinstance(content, str) or not isinstance(message.get("role"), str):
+            raise ValueError(f"`{name}` has {given!r:.80}; needs a role, and content that is text")
+        messages.append(message | {"content": content.replace(MARK, "")})
+    return messages
+
+
+def _control_tokens(tokenizer, config: DataConfig) -> re.Pattern:
+    """Finds the texts that would become special tokens and must not; nothing if they may."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    texts = [] if config.control_tokens else {*added, *tokenizer.all_special_tokens}
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _mark(messages: list[dict], control: re.Pattern) -> list[dict]:
+    """The messages with marks around each control token, but for those of the assistant."""
+    return [
+        m if m["role"] == "assistant" else m | {"content": control.sub(MARKED, m["content"])}
+        for m in messages
+    ]
+
+
+def _render(messages: list[dict], tokenizer, config: DataConfig) -> str:
     """The text of a conversation up to where the response begins."""
     if config.system_prompt:
-        messages = [
-            {"role": "system", "content": config.system_prompt},
-            *(m for m in messages if m["role"] != "system"),
-        ]
+        others = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": config.system_prompt}, *others]
     if tokenizer.chat_template is None:
         if len(messages) > 1:
-            raise ValueError(
-                f"{source}: chat messages or a --data.system-prompt need a chat template, and the "
-                "model's tokenizer has none; give prompts as text"
-            )
+            rule = "need a chat template, and the tokenizer has none; give prompts as text"
+            raise ValueError(f"chat messages or a --data.system-prompt {rule}")
         return messages[0]["content"]
     from jinja2 import TemplateError
 
-    options = {"add_generation_prompt": True} | json.loads(config.template_options)
-    try:
+    begun = messages[-1]["role"] == "assistant"
+    options = {"continue_final_message" if begun else "add_generation_prompt": True}
+    options |= json.loads(config.template_options)
+    with _explained("the chat template refuses the prompt", TemplateError, ArithmeticError):
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except TemplateError as error:
-        raise ValueError(
-            f"{source}: the model's chat template refuses a prompt ({error})"
-        ) from error
+
+
+def _tokenize(text: str, tokenizer) -> list[int]:
+    """Token ids of a prompt; what stands between marks is text even where it spells a token."""
+    as_text = {"split_special_tokens": True}
+    ids = []
+    with _explained("the tokenizer refuses the prompt"):
+        text.encode()  # half of a surrogate pair is no text
+        for i, part in enumerate(text.split(MARK)):
+            options = as_text if i % 2 == 1 else {}
+            ids += tokenizer(part, add_special_tokens=False, **options)["input_ids"]
+        if tokenizer.chat_template is None:
+            # Templates bring their own BOS. Plain text gets what the tokenizer puts in front of it,
+            # and not what it puts behind: its end.
+            plain = text.replace(MARK, "")
+            inner = tokenizer(plain, add_special_tokens=False, **as_text)["input_ids"]
+            whole = tokenizer(plain, **as_text)["input_ids"]
+            starts = [k for k in range(len(whole)) if whole[k : k + len(inner)] == inner]
+            ids = whole[: starts[0]] + ids
+    if not ids:
+        raise ValueError("is an empty prompt, and nothing can be sampled after nothing")
+    return ids
 
 
 def sampling_seed(*place: object) -> int:
-    """A seed that follows from `place` (the run's seed, the step, ...) alone: a resumed run does
-    not repeat samples.
-    """
+    """A seed that follows from `place` alone (the run's seed, the step ...), after a resume too."""
     return random.Random(repr(place)).getrandbits(31)
 
 
 class PromptStream:
-    """An endless stream of prompts, the same on every rank, with a state of one integer per data
-    set.
-    """
+    """An endless stream of prompts, the same on all ranks; its state: an integer per data set."""
 
     def __init__(
-        self,
-        datasets: Sequence[Sequence[Prompt]],
-        *,
-        weights: Sequence[float] = (),
-        seed: int = 0,
+        self, datasets: Sequence[Sequence[Prompt]], *, weights: Sequence[float] = (), seed: int = 0
     ):
-        if weights and len(weights) != len(datasets):
-            raise ValueError(
-                f"--data.weights {tuple(weights)}: must be {len(datasets)} numbers, "
-                "one for each data set"
-            )
         self.datasets = datasets
         self.weights = list(weights) or [len(d) for d in datasets]
         self.seed = seed
         self.num_taken = [0] * len(datasets)
         self._orders: dict[int, tuple[int, list[int]]] = {}  # data set -> its epoch and permutation
+        if len(self.weights) != len(datasets):
+            rule = f"must be {len(datasets)} numbers, one for each data set"
+            raise ValueError(f"--data.weights {' '.join(map(str, weights))}: {rule}")
 
     def take(self, num_prompts: int) -> list[Prompt]:
         """The next num_prompts prompts; a data set that ends begins its next epoch."""
@@ -324,35 +376,25 @@ class PromptStream:
         total = sum(self.num_taken) + 1
         shares = [weight / sum(self.weights) for weight in self.weights]
         d = max(range(len(shares)), key=lambda i: (shares[i] * total - self.num_taken[i], -i))
-        epoch, offset = divmod(self.num_taken[d], len(self.datasets[d]))
+        size = len(self.datasets[d])
+        epoch, offset = divmod(self.num_taken[d], size)
         if self._orders.get(d, (-1, []))[0] != epoch:
-            self._orders[d] = (epoch, self._permutation(d, epoch))
+            order = random.Random(repr((self.seed, d, epoch))).sample(range(size), size)
+            self._orders[d] = (epoch, order)
         self.num_taken[d] += 1
         return self.datasets[d][self._orders[d][1][offset]]
 
-    def _permutation(self, d: int, epoch: int) -> list[int]:
-        size = len(self.datasets[d])
-        return random.Random(repr((self.seed, d, epoch))).sample(range(size), size)
-
     def state_dict(self) -> dict:
-        """How many prompts were taken from each data set, and what the order of prompts follows
-        from.
-        """
-        origin = {
-            "sizes": [len(d) for d in self.datasets],
-            "weights": self.weights,
-            "seed": self.seed,
-        }
+        """How many prompts were taken of each data set, and what their order follows from."""
+        sizes = [len(d) for d in self.datasets]
+        origin = {"sizes": sizes, "weights": self.weights, "seed": self.seed}
         return {"num_taken": list(self.num_taken), "origin": origin}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue where `state` was saved. Raises ValueError if the order of prompts would be
-        another one now.
-        """
+        """Continue where `state` was saved. Raises ValueError if the order is another one now."""
         origin = self.state_dict()["origin"]
         if state["origin"] != origin:
-            raise ValueError(
-                f"the checkpoint's order of prompts follows from {state['origin']}, this one from "
-                f"{origin}: resume with the same --data, --data.weights and --seed"
-            )
+            rule = "resume with the same --data, --data.weights and --seed"
+            saved = f"the checkpoint's order of prompts follows from {state['origin']}"
+            raise ValueError(f"{saved}, this one from {origin}: {rule}")
         self.num_taken = list(state["num_taken"])

@@ -29,8 +29,8 @@ take from another job. The segment is kept and written again by the next exchang
 each rank reports in step 1 whether it still holds one; if any does, a new segment is made, and the
 old one lives as long as its tensors.
 
-Ranks on several hosts (or in containers that do not see each other's processes) send the messages
-by one all-to-all.
+Ranks on several hosts, or that may not open each other's files, send messages by one all-to-all.
+What a rank refuses is in its row of step 1, so that all ranks end with an error and none waits.
 
 Shapes: a sequence is a dict of 1-D CPU tensors [T_field]; F fields, n sequences in a message, W
 ranks in the group.
@@ -50,9 +50,10 @@ import json
 import mmap
 import os
 import tempfile
+import warnings
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +62,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 SHARED_MEMORY = "/dev/shm"
+REFUSED = -1
 
 
 class Part(NamedTuple):
@@ -70,13 +72,13 @@ class Part(NamedTuple):
     num_bytes: int
 
 
-class Offer(NamedTuple):
-    """What a rank tells the others before an exchange."""
+class Table(NamedTuple):
+    """What the ranks tell each other before an exchange, W entries each."""
 
-    host: int  # equal for ranks that can share memory
-    schema: int  # of its fields; 0 if it has no sequences
-    free_bytes: int  # of the segment, if this rank holds no tensor in it any more
-    num_bytes: list[int]  # to each receiver
+    host: Tensor  # equal for ranks that can share memory
+    schema: Tensor  # of the fields; 0 from a rank without sequences, REFUSED with wrong ones
+    free_bytes: Tensor  # of the segment, if the rank holds no tensor in it any more
+    num_bytes: Tensor  # [source, receiver]
 
 
 class Segment(NamedTuple):
@@ -87,6 +89,7 @@ class Segment(NamedTuple):
 
 
 _segments: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> Segment
+_without_memory: weakref.WeakSet = weakref.WeakSet()  # groups that turned out not to share any
 
 
 @torch.no_grad()
@@ -95,79 +98,104 @@ def exchange(
     destination: Sequence[int],
     group: dist.ProcessGroup | None = None,
 ) -> list[dict[str, Tensor]]:
-    """The sequences that all ranks of the group destined for this one, by source rank, then as in
-    the source's list.
+    """What all ranks of the group destined for this one, by source rank, then as in its list.
 
-    sequences: dicts of 1-D CPU tensors [T]. All sequences of all ranks have the same keys and
-    dtypes; lengths are free, also between the keys of one sequence. destination[i] is the group
-    rank that gets sequences[i]. Collective; the group needs a backend for CPU tensors. Sequences
-    that stay on their rank are passed through as they are; the others arrive as detached views of
-    memory that no other rank reads or writes. Without a group the result is the input. ValueError
-    if sequences or destinations are invalid, or, on all ranks, if the segment does not fit.
+    sequences: dicts of 1-D CPU tensors [T], of the same keys and dtypes on all ranks and of any
+    lengths. destination[i] is the group rank that gets sequences[i]. Collective. Sequences that
+    stay are passed through as they are; the others arrive as detached views of memory that no other
+    rank reads or writes. Without a group the result is the input. ValueError on all ranks if the
+    sequences of one are invalid, or if the segment does not fit.
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-    fields = _check(sequences, destination, num_ranks)
+    problem = _find_problem(sequences, destination, num_ranks)
+    if num_ranks == 1 and problem:
+        raise ValueError(problem)
     if num_ranks == 1:
         return list(sequences)
     group = group or dist.group.WORLD
+    _check_group(group)
+    if problem:  # the others are told first
+        sequences = destination = []
+    fields = _fields(sequences)
     by_receiver: list[list[dict[str, Tensor]]] = [[] for _ in range(num_ranks)]
     for sequence, receiver in zip(sequences, destination, strict=True):
-        by_receiver[receiver].append(sequence)
+        by_receiver[int(receiver)].append(sequence)
     staying = by_receiver[rank]
     by_receiver[rank] = []
     outgoing = [_parts(sent, fields) for sent in by_receiver]
 
     # 1. Agree.
-    sizes = [_message_bytes(parts) for parts in outgoing]
-    offers = _gather(Offer(_host_key(), _schema_key(fields), _free_bytes(group), sizes), group)
-    if len({offer.schema for offer in offers} - {0}) > 1:
-        raise ValueError(
-            f"exchange: ranks differ in keys or dtypes (here {fields}): "
-            "give all ranks the same fields"
-        )
+    host = rank if group in _without_memory else _host_key()
+    schema = REFUSED if problem else _schema_key(fields)
+    table = _gather_table([host, schema, _free_bytes(group), *map(_message_bytes, outgoing)], group)
+    if problem:
+        raise ValueError(problem)
+    _check_schemas(table.schema.tolist(), fields)
 
     # 2. Write, 3. Barrier.
-    if len({offer.host for offer in offers}) == 1:
-        received = _swap_in_segment(outgoing, offers, group)
-    else:
-        received = _swap_by_all_to_all(outgoing, offers, group)
-    messages = received.split([offer.num_bytes[rank] for offer in offers])
+    received = None
+    if len(set(table.host.tolist())) == 1:
+        received = _swap_in_segment(outgoing, table, group)
+    if received is None:
+        received = _swap_by_all_to_all(outgoing, table, group)
     result = []
-    for source, message in enumerate(messages):
+    for source, message in enumerate(received.split(table.num_bytes[:, rank].tolist())):
         result += staying if source == rank else _read(message)
     return result
 
 
-def _check(
+def _find_problem(
     sequences: list[dict[str, Tensor]], destination: Sequence[int], num_ranks: int
-) -> dict[str, str]:
-    """The fields of the sequences, name -> dtype; empty if there are no sequences."""
+) -> str:
+    """What is wrong with them and how to mend it; empty if nothing is."""
     if len(sequences) != len(destination):
-        raise ValueError(
-            f"exchange: {len(sequences)} sequences but {len(destination)} destinations: "
-            "give one for each"
-        )
-    if wrong := [receiver for receiver in destination if not 0 <= receiver < num_ranks]:
-        raise ValueError(
-            f"exchange: destination {wrong[0]} is no rank of the group: use 0 to {num_ranks - 1}"
-        )
-    names = sequences[0].keys() if sequences else ()
-    if any(not sequence or sequence.keys() != names for sequence in sequences):
-        raise ValueError(
-            f"exchange: all sequences need the same keys, at least one; the first has {list(names)}"
-        )
-    fields = {}
+        counts = f"{len(sequences)} sequences but {len(destination)} destinations"
+        return f"exchange: {counts}: give one for each"
+    for receiver in destination:
+        if receiver not in range(num_ranks):
+            last = num_ranks - 1
+            return f"exchange: destination {receiver} is no rank of the group: use 0 to {last}"
+    names = getattr(sequences[0], "keys", tuple)() if sequences else ()
+    if any(not isinstance(x, Mapping) or not x or x.keys() != names for x in sequences):
+        rule = "all sequences need the same keys, at least one"
+        return f"exchange: {rule}; the first has {list(names)}"
     for name in names:
         values = [sequence[name] for sequence in sequences]
+        if not isinstance(name, str) or not all(isinstance(x, Tensor) for x in values):
+            return f"exchange: {name!r} must be a name with a tensor in each sequence: convert it"
         dtype = values[0].dtype
         if any(x.dtype != dtype or x.ndim != 1 or x.device.type != "cpu" for x in values):
-            raise ValueError(
-                f"exchange: {name!r} must be 1-D, on the CPU and everywhere of one dtype: "
-                "convert it"
-            )
-        fields[name] = str(dtype).removeprefix("torch.")
-    return fields
+            rule = "1-D, on the CPU and everywhere of one dtype"
+            return f"exchange: {name!r} must be {rule}: convert it"
+    return ""
+
+
+def _check_group(group: dist.ProcessGroup) -> None:
+    if dist.get_rank(group) < 0:
+        raise ValueError("exchange: this rank is not in the group: call it on the group's ranks")
+    backends = dist.get_backend_config(group)
+    if "cpu" not in backends:
+        fix = 'init_process_group("cpu:gloo,cuda:nccl")'
+        raise ValueError(f"exchange: the group ({backends}) can't send CPU tensors: use {fix}")
+
+
+def _fields(sequences: list[dict[str, Tensor]]) -> dict[str, str]:
+    """name -> dtype, of sequences that agree."""
+    first = sequences[0] if sequences else {}
+    return {name: str(x.dtype).removeprefix("torch.") for name, x in first.items()}
+
+
+def _check_schemas(schemas: list[int], fields: dict[str, str]) -> None:
+    """ValueError on all ranks if one refused its sequences, or if they differ."""
+    if REFUSED in schemas:
+        refused = schemas.index(REFUSED)
+        raise ValueError(
+            f"exchange: rank {refused} of the group has wrong sequences: see its error"
+        )
+    if len(set(schemas) - {0}) > 1:
+        rule = f"ranks differ in keys or dtypes (here {fields})"
+        raise ValueError(f"exchange: {rule}: give all ranks the same fields")
 
 
 @functools.cache
@@ -196,16 +224,13 @@ def _free_bytes(group: dist.ProcessGroup) -> int:
     return len(segment.memory)
 
 
-def _gather(mine: Offer, group: dist.ProcessGroup) -> list[Offer]:
-    """The offers of all ranks, by rank."""
-    row = torch.tensor([mine.host, mine.schema, mine.free_bytes, *mine.num_bytes])
+def _gather_table(mine: list[int], group: dist.ProcessGroup) -> Table:
+    """The rows of all ranks: each has a host, a schema, free bytes, and the bytes to each rank."""
+    row = torch.tensor(mine)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, row, group=group)
-    offers = []
-    for row in rows:
-        host, schema, free_bytes, *num_bytes = row.tolist()
-        offers.append(Offer(host, schema, free_bytes, num_bytes))
-    return offers
+    table = torch.stack(rows)
+    return Table(table[:, 0], table[:, 1], table[:, 2], table[:, 3:])
 
 
 def _parts(sequences: list[dict[str, Tensor]], fields: dict[str, str]) -> list[Part]:
@@ -264,83 +289,89 @@ def _read(message: Tensor) -> list[dict[str, Tensor]]:
 
 
 def _swap_in_segment(
-    outgoing: list[list[Part]], offers: list[Offer], group: dist.ProcessGroup
-) -> Tensor:
-    """The messages for this rank, by source, after all ranks have written theirs to the segment
-    (uint8).
+    outgoing: list[list[Part]], table: Table, group: dist.ProcessGroup
+) -> Tensor | None:
+    """The messages for this rank, by source, once all ranks have written theirs to the segment
+    (uint8); None if they can't share one.
     """
     rank = dist.get_rank(group)
-    num_ranks = len(offers)
-    for_receiver = [sum(offer.num_bytes[r] for offer in offers) for r in range(num_ranks)]
-    num_bytes = sum(for_receiver)
+    inbox_bytes = table.num_bytes.sum(0).tolist()
+    starts = table.num_bytes[:rank].sum(0).tolist()  # of this rank's messages, in each inbox
+    num_bytes = sum(inbox_bytes)
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    if min(offer.free_bytes for offer in offers) >= num_bytes:
+    if table.free_bytes.min() >= num_bytes:
         memory = _segments[group].memory
     else:
         _segments.pop(group, None)
         memory = _new_segment(num_bytes, group)
+    if memory is None:
+        warnings.warn("exchange: ranks of this host can't share memory: slower", stacklevel=3)
+        _without_memory.add(group)
+        return None
     view = memoryview(memory)
     buffer = torch.frombuffer(view, dtype=torch.uint8)
-    inboxes = buffer[:num_bytes].split(for_receiver)
-    for receiver, parts in enumerate(outgoing):
-        start = sum(offer.num_bytes[receiver] for offer in offers[:rank])
-        _write(parts, inboxes[receiver][start:])
-    _barrier(group)
+    inboxes = buffer[:num_bytes].split(inbox_bytes)
+    for parts, inbox, start in zip(outgoing, inboxes, starts, strict=True):
+        _write(parts, inbox[start:])
+    _all(True, group)
     # A tensor keeps its storage alive, and the storage this view.
     _segments[group] = Segment(memory, weakref.ref(view))
     return inboxes[rank]
 
 
-def _new_segment(num_bytes: int, group: dist.ProcessGroup) -> mmap.mmap:
+def _new_segment(num_bytes: int, group: dist.ProcessGroup) -> mmap.mmap | None:
     """An unnamed file in shared memory, mapped by all ranks of the group. ValueError on all if it
-    does not fit.
+    does not fit, None on all if one can't make or open it.
     """
     # All ranks have dropped the old segment: its pages count as room for the new one.
-    _barrier(group)
-    place = torch.zeros(3, dtype=torch.int64)
+    _all(True, group)
+    place = torch.zeros(3, dtype=torch.int64)  # process, file, room; no process: why not
+    segment = None
     with contextlib.ExitStack() as stack:
         if dist.get_rank(group) == 0:
-            room = os.statvfs(SHARED_MEMORY)
-            file = stack.enter_context(tempfile.TemporaryFile(dir=SHARED_MEMORY))
-            place = torch.tensor([os.getpid(), file.fileno(), room.f_bavail * room.f_frsize])
             try:
+                room = os.statvfs(SHARED_MEMORY)
+                file = stack.enter_context(tempfile.TemporaryFile(dir=SHARED_MEMORY))
                 # Reserved now: a page that is missing when it is first written ends the process
                 # with SIGBUS.
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
+                place = torch.tensor([os.getpid(), file.fileno(), 0])
             except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                place[0] = 0
+                is_full = error.errno == errno.ENOSPC
+                place[2] = room.f_bavail * room.f_frsize if is_full else REFUSED
         dist.broadcast(place, group=group, group_src=0)
         pid, fileno, room_bytes = place.tolist()
-        if not pid:
+        if not pid and room_bytes != REFUSED:
             raise ValueError(
                 f"exchange: the segment needs {num_bytes / 1e6:,.1f} MB and {SHARED_MEMORY} "
                 f"has room for {room_bytes / 1e6:,.1f} MB: enlarge it "
                 "(docker run --shm-size=...) or exchange in smaller batches"
             )
-        with open(f"/proc/{pid}/fd/{fileno}", "r+b") as file:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/fd/{fileno}", "r+b") as file:
             segment = mmap.mmap(file.fileno(), num_bytes)
-        _barrier(group)  # rank 0 may close its file once all have opened it
-    return segment
+        # Rank 0 may close its file once all have opened it.
+        return segment if _all(segment is not None, group) else None
 
 
-def _barrier(group: dist.ProcessGroup) -> None:
+def _all(holds: bool, group: dist.ProcessGroup) -> bool:
+    """Whether it holds on all ranks, once all have come here."""
     # Not dist.barrier: in a group that also has NCCL it would wait on the GPU.
-    dist.all_reduce(torch.zeros(1), group=group)
+    num_not = torch.tensor(0.0 if holds else 1.0)
+    dist.all_reduce(num_not, group=group)
+    return num_not.item() == 0
 
 
 def _swap_by_all_to_all(
-    outgoing: list[list[Part]], offers: list[Offer], group: dist.ProcessGroup
+    outgoing: list[list[Part]], table: Table, group: dist.ProcessGroup
 ) -> Tensor:
     """The messages for this rank, by source, through the network (uint8)."""
     rank = dist.get_rank(group)
-    send_bytes = offers[rank].num_bytes
+    send_bytes = table.num_bytes[rank].tolist()
     send = torch.empty(sum(send_bytes), dtype=torch.uint8)
     for parts, message in zip(outgoing, send.split(send_bytes), strict=True):
         _write(parts, message)
-    receive_bytes = [offer.num_bytes[rank] for offer in offers]
+    receive_bytes = table.num_bytes[:, rank].tolist()
     received = torch.empty(sum(receive_bytes), dtype=torch.uint8)
     dist.all_to_all_single(received, send, receive_bytes, send_bytes, group=group)
     return received

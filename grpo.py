@@ -27,6 +27,7 @@ Source: Shao 2024 (arXiv:2402.03300).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -53,6 +54,7 @@ import report
 import reshard
 import rollout
 import run
+import scheduler
 import vllm_backend
 from advantages import AdvantageConfig
 from data import DataConfig
@@ -139,7 +141,7 @@ def main(asked: Args) -> None:
     with run.refusals():
         args = addition.prepare(asked)  # without --model: the paths of a small model and its data
         path, tokenizer, stream, eval_prompts, scorer = prepare(args)
-        asked.run.open(asked, path)
+        asked.run.check(asked, path)
         policy, reference, optimizer = load_models(args, path, mesh)
         state = {
             "policy": checkpoint.TrainState(policy, optimizer),
@@ -150,9 +152,10 @@ def main(asked: Args) -> None:
             state["reference"] = checkpoint.TrainState(reference, ())
         checkpoints = args.run.directory / "checkpoints"
         first_step = checkpoint.load(checkpoints, state) if args.run.resume else 0
-    parked = offload.Offload(args.offload, reference, optimizer)
-    engine = make_engine(args, path, tokenizer)
-    temperature = args.rollout.temperature
+        parked = offload.Offload(args.offload, reference, optimizer)
+        engine = make_engine(args, path, tokenizer)
+        asked.run.open(asked)  # nothing is refused any more
+    heat = args.rollout.temperature
     sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
     logprobs.warm_up([policy, reference], sizes, parked.present)
     meter = metrics.Metrics()
@@ -161,20 +164,12 @@ def main(asked: Args) -> None:
     )
 
     for step in range(first_step, args.num_steps):
-        is_last = step + 1 == args.num_steps
-
         # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case. A
         # response is scored as soon as it ends, while others are still being sampled.
         with engine.awake():
-            with meter.timer("reshard"):
-                reshard.sync_weights(policy, engine, dtype=engine.dtype)
-                if args.verify_sync:
-                    reshard.verify_sync(policy, engine, dtype=engine.dtype)
-            if args.eval_every and (is_last or step % args.eval_every == 0):
-                seed = data.sampling_seed(args.seed, "eval")
-                rollout.evaluate(
-                    engine, scorer, tokenizer, eval_prompts, args.eval_samples, seed, meter
-                )
+            sync(args, policy, engine, meter)
+            if args.eval_every and step % args.eval_every == 0:
+                evaluate(args, engine, scorer, tokenizer, eval_prompts, meter)
             groups = sample_groups(args, step, engine, scorer, tokenizer, stream, meter)
 
         with meter.timer("layout"):
@@ -187,24 +182,18 @@ def main(asked: Args) -> None:
             rows, totals = packing.lay_out(
                 sequences, places, args.batch, exchange=exchange.exchange, like=EMPTY
             )
-            meter.add_layout(
-                (policy,), sequences, rows, args.batch.tokens_per_row, args.batch.num_epochs
-            )
+            meter.add_layout(rows, args.batch.tokens_per_row)
             journal.write_samples(step, groups, tokenizer.decode, scores)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
 
         # 4. Log-probabilities that stay fixed during the update.
         with meter.timer("old_logprobs"):
             # The first minibatch of a single pass meets the policy as it is: its ratio is 1.
-            skipped = rows[:1] if args.batch.num_epochs == 1 else []
-            later = rows[len(skipped) :]
-            later = logprobs.with_logprobs(policy, later, "old_logprobs", temperature=temperature)
-            rows = skipped + later
+            skip = 1 if args.batch.num_epochs == 1 else 0
+            rows = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature=heat, skip=skip)
         if reference is not None:
             with meter.timer("ref_logprobs"), parked.present(reference):
-                rows = logprobs.with_logprobs(
-                    reference, rows, "ref_logprobs", temperature=temperature
-                )
+                rows = logprobs.with_logprobs(reference, rows, "ref_logprobs", temperature=heat)
 
         # 5. Update. Each loss term is divided by its minibatch's total over all ranks, so the
         # gradients of rows and ranks just add up.
@@ -218,7 +207,11 @@ def main(asked: Args) -> None:
                 norm = model.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
                 meter.update({"actor/grad_norm": norm, "actor/lr": rate})
 
-        # 6. Report, save.
+        # 6. Report, save. The last evaluation is of the model that is exported.
+        if args.eval_every and step + 1 == args.num_steps:
+            with engine.awake():
+                sync(args, policy, engine, meter)
+                evaluate(args, engine, scorer, tokenizer, eval_prompts, meter)
         if mesh.size() > 1:  # a probe: the gradients' own collectives run beside the computation
             meter.add("communication/nccl_bw_gb", metrics.measure_bandwidth(1 << 22))
         if args.refresh_every and (step + 1) % args.refresh_every == 0:
@@ -268,9 +261,12 @@ def load_models(args: Args, path: str, mesh) -> tuple[nn.Module, nn.Module | Non
 
 def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
     """The sampler, asleep: vLLM, or Transformers' generate."""
-    is_vllm = args.rollout.backend == "vllm"
+    backend = hf_backend.HfBackend
+    if args.rollout.backend == "vllm":
+        make = scheduler.closed_batch_scheduler
+        backend = functools.partial(vllm_backend.VllmBackend, make_scheduler=make)
     return rollout.Engine(
-        vllm_backend.VllmBackend if is_vllm else hf_backend.HfBackend,
+        backend,
         path,
         args.rollout,
         max_prompt_tokens=args.data.max_prompt_tokens,
@@ -278,6 +274,20 @@ def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
         stop_ids=hub.stop_token_ids(path, tokenizer.eos_token_id),
         seed=args.seed,
     )
+
+
+def sync(args: Args, policy: nn.Module, engine: rollout.Engine, meter) -> None:
+    """Give the policy's weights to the engine, which is awake; it is ready to sample then."""
+    with meter.timer("reshard"):
+        reshard.sync_weights(policy, engine, dtype=engine.dtype)
+        if args.verify_sync:
+            reshard.verify_sync(policy, engine, dtype=engine.dtype)
+
+
+def evaluate(args: Args, engine, scorer, tokenizer, prompts: list[data.Prompt], meter) -> None:
+    """Greedy reward and, of --eval-samples k, mean@k and pass@k, on the held-out prompts."""
+    seed = data.sampling_seed(args.seed, "eval")
+    rollout.evaluate(engine, scorer, tokenizer, prompts, args.eval_samples, seed, meter)
 
 
 def sample_groups(args: Args, step: int, engine, scorer, tokenizer, stream, meter) -> list[Group]:
@@ -299,7 +309,7 @@ def sample_groups(args: Args, step: int, engine, scorer, tokenizer, stream, mete
         meter.update(stats, len(rewards), prefix="reward/")
         for group in rollout.to_groups(prompts, drawn, rewards):
             meter.add_group(group.prompt.source, group.rewards, group.rollouts)
-            if args.resample_tries == 1 or max(group.rewards) > min(group.rewards):
+            if args.resample_tries == 1 or advantages.has_spread(group.rewards):
                 kept.append(group._replace(position=num_seen + group.position))
         num_seen += len(prompts)
         num_kept = metrics.total(torch.tensor(float(len(kept))))
@@ -363,6 +373,7 @@ def actor_gradients(
         limit = args.rollout.max_response_tokens
         loss, stats = losses.actor_loss(current, entropy, row, totals, args.loss, limit)
         loss.backward()
+        meter.add_pass(policy, row)
         meter.update(stats, row.num_response_tokens)
         kl += stats["actor/ppo_kl"] * row.num_response_tokens / totals["tokens"]
     return kl

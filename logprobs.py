@@ -33,6 +33,7 @@ arXiv:2411.09009), section 4, without its kernel.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -128,14 +129,17 @@ def model_scores(model: nn.Module, rows: Sequence) -> list[float]:
 
 @torch.no_grad()
 def with_logprobs(
-    model: nn.Module, rows: list[list], name: str, *, temperature: float
+    model: nn.Module, rows: list[list], name: str, *, temperature: float, skip: int = 0
 ) -> list[list]:
-    """The same rows (of each minibatch) with one more field: the model's log-probabilities [N], by
-    token_logprobs.
+    """The rows of each minibatch with one more field: the model's log-probabilities [N].
+
+    skip: the first so many minibatches stay as they are.
     """
-    return _with_field(
-        rows, name, lambda row: token_logprobs(model, row, temperature=temperature)[0]
-    )
+
+    def compute(row) -> Tensor:
+        return token_logprobs(model, row, temperature=temperature)[0]
+
+    return rows[:skip] + _with_field(rows[skip:], name, compute)
 
 
 @torch.no_grad()
@@ -247,74 +251,107 @@ def head_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
     chunk: int = 512,
+    fused: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(z)[target] and entropy of softmax(z), z = softcap(hidden weight^T + bias) /
     temperature: [R], [R].
 
     hidden [R, D], weight [V, D], bias [V] or None, targets [R]. softcap c maps z to c tanh(z / c)
-    (Gemma 2); None: off.
+    (Gemma 2); None: off. fused: the work on a chunk's logits is compiled; None: on a GPU.
     """
-    return _HeadLogprobs.apply(hidden, weight, bias, targets, temperature, softcap, chunk)
+    fused = hidden.is_cuda if fused is None else fused
+    options = temperature, softcap, chunk, fused
+    return _HeadLogprobs.apply(hidden, weight, bias, targets, *options)
 
 
 class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, softcap, chunk):
+    def forward(ctx, hidden, weight, bias, targets, temperature, softcap, chunk, fused):
+        chunk_values = _compiled(_chunk_values) if fused else _chunk_values
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
+        lse = torch.empty_like(logprobs)
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
-            logits = (hidden[part], weight, bias, temperature, softcap)
-            logprobs[part], entropy[part] = _chunk_values(logits, targets[part])
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
-        ctx.options = (temperature, softcap, chunk)
+            head = hidden[part], weight, bias, temperature, softcap
+            logprobs[part], entropy[part], lse[part] = chunk_values(*head, targets[part])
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, lse)
+        ctx.options = temperature, softcap, chunk, fused
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, bias, targets, entropy = ctx.saved_tensors
-        temperature, softcap, chunk = ctx.options
+        hidden, weight, bias, targets, entropy, lse = ctx.saved_tensors
+        temperature, softcap, chunk, fused = ctx.options
+        chunk_gradient = _compiled(_chunk_gradient) if fused else _chunk_gradient
         grad_hidden = torch.empty_like(hidden)
         # Sums over chunks stay in fp32 whatever the model's dtype.
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        grad_bias = (
-            None
-            if bias is None
-            else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
-        )
+        grad_bias = None
+        if bias is not None:
+            grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
-            logits = (hidden[part], weight, bias, temperature, softcap)
-            grads = [
-                grad if grad is None else grad[part, None] for grad in (grad_logprobs, grad_entropy)
-            ]
-            dz = _chunk_gradient(logits, targets[part], entropy[part, None], *grads)
+            head = hidden[part], weight, bias, temperature, softcap
+            known = (
+                x if x is None else x[part, None]
+                for x in (entropy, lse, grad_logprobs, grad_entropy)
+            )
+            dz = chunk_gradient(*head, targets[part], *known)
             if grad_bias is not None:
-                grad_bias += dz.sum(0)
-            dz = dz.to(hidden.dtype)
+                grad_bias += dz.sum(0, dtype=torch.float32)
             grad_hidden[part] = dz @ weight
-            grad_weight += dz.t() @ hidden[part]
+            _add_product(grad_weight, dz, hidden[part])
             del dz  # else it lives on while the next chunk's logits are made
         grad_bias = None if bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, *[None] * 5
 
 
-def _chunk_values(logits, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """logprobs [C] and entropies [C]; a function of its own so that its matrices are gone before
-    the next chunk's.
+@functools.cache
+def _compiled(function: Callable) -> Callable:
+    """The function as few kernels: written out, its steps read a chunk's logits 26 times."""
+    return torch.compile(function)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a^T b, where a GPU can without rounding the product to b's dtype on the way."""
+    if total.is_cuda:
+        torch.addmm(total, a.t(), b, out_dtype=torch.float32, out=total)
+    else:
+        total += a.t() @ b
+
+
+def _chunk_values(
+    hidden: Tensor, weight, bias, temperature, softcap, targets: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logprobs [C], entropies [C] and logsumexp of the logits [C]; a function of its own so that
+    its matrices are gone before the next chunk's.
     """
-    log_p, _ = _log_softmax(*logits)
-    return log_p.gather(-1, targets[:, None]).squeeze(-1), log_p.exp().mul_(log_p).sum(-1).neg_()
+    z, _ = _logits(hidden, weight, bias, temperature, softcap)
+    lse = z.logsumexp(-1, keepdim=True)
+    log_p = _log_softmax_(z, lse)
+    logprobs = log_p.gather(-1, targets[:, None]).squeeze(-1)
+    return logprobs, log_p.exp().mul_(log_p).sum(-1).neg_(), lse.squeeze(-1)
 
 
 def _chunk_gradient(
-    logits, targets: Tensor, entropy: Tensor, grad_logprobs, grad_entropy
+    hidden: Tensor,
+    weight,
+    bias,
+    temperature,
+    softcap,
+    targets: Tensor,
+    entropy: Tensor,
+    lse: Tensor,
+    grad_logprobs,
+    grad_entropy,
 ) -> Tensor:
-    """Gradient [C, V] of hidden weight^T + bias; entropy and the gradients of the two results are
-    [C, 1].
+    """Gradient [C, V] of hidden weight^T + bias in hidden's dtype; entropy, lse and the gradients
+    of the two results are [C, 1].
     """
-    log_p, slope = _log_softmax(*logits)
+    z, slope = _logits(hidden, weight, bias, temperature, softcap)
+    log_p = _log_softmax_(z, lse)
     p = log_p.exp()
     if grad_entropy is None:
         dz = p.mul_(-grad_logprobs)
@@ -323,14 +360,19 @@ def _chunk_gradient(
         if grad_logprobs is not None:
             dz.addcmul_(p, grad_logprobs, value=-1)
     if grad_logprobs is not None:
-        dz.scatter_add_(-1, targets[:, None], grad_logprobs)
+        if torch.compiler.is_compiling():
+            # Part of the same pass; for a scatter dz would be written out first.
+            words = torch.arange(dz.shape[1], device=dz.device)
+            dz = torch.where(words == targets[:, None], dz + grad_logprobs, dz)
+        else:
+            dz.scatter_add_(-1, targets[:, None], grad_logprobs)
     if slope is not None:
         dz.mul_(slope)
-    return dz.div_(logits[3])  # temperature
+    return dz.div_(temperature).to(hidden.dtype)
 
 
-def _log_softmax(hidden, weight, bias, temperature, softcap) -> tuple[Tensor, Tensor | None]:
-    """log-softmax [C, V] fp32, and d(capped)/d(raw) [C, V] if there is a cap."""
+def _logits(hidden, weight, bias, temperature, softcap) -> tuple[Tensor, Tensor | None]:
+    """Logits [C, V] fp32 over the temperature, and d(capped)/d(raw) [C, V] if there is a cap."""
     # Not rounded to bf16 on the way: a logit of 20 would be off by up to 0.06, and sampler and
     # trainer differ by that.
     if hidden.is_cuda and hidden.dtype != torch.float32:
@@ -344,7 +386,10 @@ def _log_softmax(hidden, weight, bias, temperature, softcap) -> tuple[Tensor, Te
         z.div_(softcap).tanh_()
         slope = torch.addcmul(z.new_ones(()), z, z, value=-1)
         z.mul_(softcap)
-    z.div_(temperature)
-    z.sub_(z.logsumexp(-1, keepdim=True))
+    return z.div_(temperature), slope
+
+
+def _log_softmax_(z: Tensor, lse: Tensor) -> Tensor:
+    """z - lse, in place."""
     # A word of probability 0 has logprob -inf, and 0 * -inf would make the entropy NaN.
-    return z.clamp_(min=torch.finfo(z.dtype).min), slope
+    return z.sub_(lse).clamp_(min=torch.finfo(z.dtype).min)

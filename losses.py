@@ -11,13 +11,12 @@ How it works. Every function returns a sum divided by one number, `normalizer`, 
 knows before the first forward: it is counted over all rows and all ranks of the minibatch.
 Gradients of rows and ranks then simply add up. What the number is decides what is optimised, so it
 is a flag (`normalize`):
-    token     all response tokens                  DAPO: every token counts the same
-    sequence  responses, each token 1 / its length GRPO: every response counts the same
-    constant  responses x max_response_tokens      Dr. GRPO: length plays no part
-With token a long response weighs more than a short one. With sequence each token of a long response
-weighs less, so a long bad one is hardly pushed back. Worked example, responses of 1 and 9 tokens,
-advantages +1 and -1, ratio 1, limit 10: the loss is -(1 - 9) / 10 = 0.8, -(1 - 1) / 2 = 0 and
--(1 - 9) / 20 = 0.4.
+    token     all response tokens                   DAPO: every token counts the same
+    sequence  responses, each token 1 / its length  GRPO: every response counts the same
+    constant  responses x max_response_tokens       Dr. GRPO: length plays no part
+Worked example, responses of 1 and 9 tokens, advantages +1 and -1, ratio 1, limit 10: the loss is
+-(1 - 9) / 10 = 0.8, -(1 - 1) / 2 = 0 and -(1 - 9) / 20 = 0.4. With sequence, long bad responses are
+hardly pushed back.
 
 The surrogate (PPO, eq. 7), with r = pi / pi_old: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
     A = +1, r = 2    -1.28, no gradient at clip_high 0.28: likely enough already
@@ -36,73 +35,75 @@ a loss, k1 is noise around zero, k2 has the gradient of KL(p|ref) and k3 that of
 refused as a loss; in a reward k1 is the right one.
 
 Shapes: N tokens in a packed row, S sequences; tensors are [N] unless said otherwise. Where a
-function takes a mask, masked entries may hold anything, NaN too. What we give up: a fused kernel,
-and a ratio clipped from above for bad tokens (dual-clip PPO). Sources: Schulman 2017
-(arXiv:1707.06347), Shao 2024 (GRPO, arXiv:2402.03300), Liu 2025 (Dr. GRPO, arXiv:2503.20783), Yu
-2025 (DAPO, arXiv:2503.14476), Zheng 2025 (GSPO, arXiv:2507.18071), Schulman 2020 "Approximating KL
-divergence".
+function takes a mask, masked entries may hold anything, NaN too. A padded batch [B, T] is a row
+when flattened: cu_seqlens are the multiples of T, pads are masked. No exp is taken of more than 40
+nats: beyond, a ratio is e^40, with a gradient of that size, where fp32 would give inf and 0 x inf.
+
+What we give up: a fused kernel, and a ratio clipped from above for bad tokens (dual-clip PPO).
+Sources: Schulman 2017 (arXiv:1707.06347), Shao 2024 (GRPO, arXiv:2402.03300), Liu 2025 (Dr. GRPO,
+arXiv:2503.20783), Yu 2025 (DAPO, arXiv:2503.14476), Zheng 2025 (GSPO, arXiv:2507.18071), Schulman
+2020 "Approximating KL divergence".
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from math import inf
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+
+MAX_NATS = 40.0  # the square of e^40 is still a number in fp32
+
+Normalize = Literal["token", "sequence", "constant"]
+Ratio = Literal["token", "sequence"]
+Importance = Literal["token", "sequence", "mask", "off"]
 
 
 @dataclass(frozen=True)
 class LossConfig:
     clip_low: float = 0.2
     """A token with negative advantage gives no gradient once its probability ratio is below 1 -
-    clip_low: the larger, the further it may fall in a step.
-    """
+    clip_low: the larger, the further it may fall in a step."""
     clip_high: float = 0.28
     """A token with positive advantage gives no gradient once its probability ratio is above 1 +
-    clip_high: the larger, the further it may rise in a step (equal to clip_low: plain PPO).
-    """
-    normalize: Literal["token", "sequence", "constant"] = "token"
+    clip_high: the larger, the further it may rise in a step (equal to clip_low: plain PPO)."""
+    normalize: Normalize = "token"
     """Divisor of every loss term: all response tokens, responses (each token 1 / length), or
-    responses x limit.
-    """
-    ratio: Literal["token", "sequence"] = "token"
+    responses x limit."""
+    ratio: Ratio = "token"
     """Ratio of the surrogate per token, or the geometric mean over the response (GSPO; use clips
-    around 3e-4).
-    """
+    around 3e-4)."""
     kl_coef: float = 0.0
     """Weight of the KL term in the loss: the larger, the closer the policy stays to the reference;
-    0: no reference model at all.
-    """
+    0: no reference model at all."""
     kl: Literal["k2", "k3"] = "k3"
     """Estimator in the loss: k2 has the gradient of KL(policy|reference), k3 that of
-    KL(reference|policy).
-    """
+    KL(reference|policy)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus: the larger, the more random the policy stays; 0: off."""
-    importance: Literal["token", "sequence", "mask", "off"] = "token"
+    importance: Importance = "token"
     """Weights against the sampler's own probabilities: per token or per response, at most
-    importance_cap; mask: tokens outside [1 / cap, cap] are left out; off: none.
-    """
+    importance_cap; mask: tokens outside [1 / cap, cap] are left out; off: none."""
     importance_cap: float = 2.0
     """Largest importance weight."""
     target_kl: float = 0.0
     """Largest ppo_kl of a minibatch: one that exceeds it, and the rest of the step, is skipped; 0:
-    never.
-    """
+    never."""
 
     def __post_init__(self):
-        if self.kl == "k1":
-            raise ValueError(
-                "--loss.kl k1: its gradient as a loss is zero on average; use k2 or k3"
-            )
+        _check_choice("--loss.kl", self.kl, Literal["k2", "k3"])  # k1: no gradient on average
+        _check_choice("--loss.normalize", self.normalize, Normalize)
+        _check_choice("--loss.ratio", self.ratio, Ratio)
+        _check_choice("--loss.importance", self.importance, Importance)
         # Written so that NaN is refused as well.
         for name, holds, rule in (
             ("clip_low", 0 < self.clip_low <= 1, "above 0 and at most 1; try 0.2"),
             ("clip_high", self.clip_high > 0, "above 0; try 0.28"),
-            ("kl_coef", self.kl_coef >= 0, "at least 0 (off)"),
-            ("entropy_coef", self.entropy_coef >= 0, "at least 0 (off)"),
+            ("kl_coef", 0 <= self.kl_coef < inf, "finite and at least 0 (off)"),
+            ("entropy_coef", 0 <= self.entropy_coef < inf, "finite and at least 0 (off)"),
             ("importance_cap", self.importance_cap >= 1, "at least 1; try 2"),
             ("target_kl", self.target_kl >= 0, "at least 0 (never)"),
         ):
@@ -111,24 +112,29 @@ class LossConfig:
                 raise ValueError(f"{flag}: must be {rule}")
 
 
+def _check_choice(name: str, value: Any, choices: Any) -> None:
+    """ValueError unless value is one of the words of the Literal `choices`."""
+    *others, last = get_args(choices)
+    if value not in (*others, last):
+        raise ValueError(f"{name} {value}: must be {', '.join(others)} or {last}")
+
+
 @dataclass(frozen=True)
 class CriticConfig:
     path: str = ""
     """Model that it starts from, with its score head or one of zeros; empty: the reward model, or
-    the policy.
-    """
+    the policy."""
     learning_rate: float = 1e-5
     """Peak learning rate of the critic."""
     warmup_steps: int = 0
     """Steps at the start in which the critic alone learns."""
     value_clip: float = 0.2
     """A value gives no gradient once it has moved this far from its value before the update towards
-    the return; inf: no clipping.
-    """
+    the return; inf: no clipping."""
 
     def __post_init__(self):
         for name, holds, rule in (
-            ("learning_rate", self.learning_rate > 0, "above 0; try 1e-5"),
+            ("learning_rate", 0 < self.learning_rate < 1, "above 0 and below 1; try 1e-5"),
             ("warmup_steps", self.warmup_steps >= 0, "at least 0"),
             ("value_clip", self.value_clip > 0, "above 0; try 0.2"),
         ):
@@ -179,7 +185,8 @@ def actor_loss(
     stats["pg_loss"] = loss * totals["tokens"] / num_tokens
     stats["entropy"] = masked_sum(entropy, mask) / num_tokens
     if config.kl_coef:
-        kl = kl_estimate(logprobs, row.fields["ref_logprobs"], config.kl)
+        ref_logprobs = torch.where(mask, row.fields["ref_logprobs"], 0.0)
+        kl = kl_estimate(torch.where(mask, logprobs, 0.0), ref_logprobs, config.kl)
         stats["kl_loss"] = masked_sum(kl, mask) / num_tokens
         loss = loss + config.kl_coef * masked_sum(kl * weights, mask) / normalizer
     if config.entropy_coef:
@@ -191,11 +198,9 @@ def actor_loss(
 def critic_loss(
     values: Tensor, row, totals: Mapping[str, int], config: CriticConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This row's part of the critic's loss, a mean over all response tokens of the minibatch, and
-    its statistics.
+    """This row's part of the critic's loss, a mean over the minibatch's tokens, and its statistics.
 
-    values [N] with grad; row as in actor_loss, with the fields values (before the update) and
-    returns [N].
+    values [N] with grad; row as in actor_loss, with the fields values (before the update), returns.
     """
     normalizer = float(max(1, totals["tokens"]))
     loss, stats = value_loss(
@@ -220,7 +225,7 @@ def policy_loss(
     clip_high: float = 0.2,
     normalizer: float,
     cu_seqlens: Tensor | None = None,
-    ratio: Literal["token", "sequence"] = "token",
+    ratio: Ratio = "token",
     token_weights: Tensor | None = None,
     importance_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -233,27 +238,39 @@ def policy_loss(
     tokens: pg_clipfrac (share of tokens whose gradient the clip removes) and ppo_kl (k3 estimate of
     KL(old|current)). A row without response tokens gives 0 and zero gradient.
     """
+    _check_choice("ratio", ratio, Ratio)
     log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0)
-    kl = torch.expm1(log_ratio) - log_ratio  # k3 of KL(old|current) on old's tokens: r - 1 - log r
+    kl = _k3(log_ratio)  # of KL(old|current), on tokens sampled from old
     if ratio == "sequence":
-        assert cu_seqlens is not None, "the sequence-level ratio needs cu_seqlens"
+        if cu_seqlens is None:
+            raise ValueError("ratio sequence: needs cu_seqlens, where each sequence begins")
         lengths = _sequence_sum(response_mask.to(log_ratio.dtype), cu_seqlens)
-        log_ratio = torch.where(
-            response_mask, _sequence_sum(log_ratio, cu_seqlens) / lengths.clamp(min=1), 0.0
-        )
-    r = torch.exp(torch.where(advantages == 0, 0.0, log_ratio))  # exp(89) is inf, and 0 x inf NaN
+        mean = _sequence_sum(log_ratio, cu_seqlens) / lengths.clamp(min=1)
+        log_ratio = torch.where(response_mask, mean, 0.0)
+    r = torch.exp(_bounded(log_ratio))
     unclipped = -advantages * r
     clipped = -advantages * r.clamp(1 - clip_low, 1 + clip_high)
     per_token = torch.maximum(unclipped, clipped)
+    live = response_mask
     for weights in (token_weights, importance_weights):
         if weights is not None:
             per_token = per_token * weights
+            live = live & (weights != 0)
     num_tokens = response_mask.sum().clamp(min=1)
     stats = {
         "pg_clipfrac": (clipped > unclipped).sum() / num_tokens,
         "ppo_kl": kl.detach().sum() / num_tokens,
     }
-    return masked_sum(per_token, response_mask) / normalizer, stats
+    return masked_sum(per_token, live) / normalizer, stats
+
+
+def _bounded(x: Tensor) -> Tensor:
+    """x, at most 40, with the gradient of x everywhere: what is far off is still pushed."""
+    return x.detach().clamp(max=MAX_NATS) + (x - x.detach())
+
+
+def _k3(d: Tensor) -> Tensor:
+    return torch.expm1(_bounded(d)) - d
 
 
 def _sequence_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -274,8 +291,7 @@ def value_loss(
     clip: float,
     normalizer: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum over response tokens of 1/2 max((v - R)^2, (v_clipped - R)^2) / normalizer, and its
-    statistics.
+    """sum over response tokens of 1/2 max((v - R)^2, (v_clipped - R)^2) / normalizer, statistics.
 
     v_clipped is v kept within `clip` of old_values (inf: no clipping). values [N] with grad; the
     rest [N]. Statistics: vf_clipfrac, the share of response tokens whose value left the band.
@@ -293,29 +309,25 @@ def value_loss(
 def kl_estimate(
     logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2", "k3"] = "k3"
 ) -> Tensor:
-    """Per-token estimate of KL(policy|reference) on tokens sampled from the policy: [N], [N] ->
-    [N].
+    """Estimates of KL(policy|reference) on tokens sampled from the policy: [N], [N] -> [N].
 
     d = ref_logprobs - logprobs:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1. k1 is for rewards
     and metrics: as a loss it has no gradient on average, so it raises ValueError for logprobs that
     carry grad.
     """
+    _check_choice("kl_estimate kind", kind, Literal["k1", "k2", "k3"])
     d = ref_logprobs - logprobs
-    if kind == "k1":
-        if logprobs.requires_grad:
-            raise ValueError(
-                "kl_estimate 'k1' as a loss has no gradient on average; use 'k2' or 'k3', or detach"
-            )
-        return -d
     if kind == "k2":
         return 0.5 * d * d
     if kind == "k3":
-        return torch.expm1(d) - d
-    raise ValueError(f"kl_estimate kind {kind!r}: must be 'k1', 'k2' or 'k3'")
+        return _k3(d)
+    if logprobs.requires_grad:
+        raise ValueError("kl_estimate kind k1: has no gradient on average; use k2 or k3, or detach")
+    return -d
 
 
 def token_weights(
-    normalize: Literal["token", "sequence", "constant"],
+    normalize: Normalize,
     response_mask: Tensor,
     cu_seqlens: Tensor,
     totals: Mapping[str, int],
@@ -327,6 +339,7 @@ def token_weights(
     totals: response "tokens" and "sequences" of the minibatch over all ranks (of 0 the divisor is
     1: all terms are 0).
     """
+    _check_choice("normalize", normalize, Normalize)
     weights = response_mask.float()
     if normalize == "token":
         return weights, float(max(1, totals["tokens"]))
@@ -338,16 +351,14 @@ def token_weights(
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     """sum of x over mask: [N], [N] bool -> scalar; NaN or inf outside the mask gives neither value
-    nor gradient.
-    """
+    nor gradient."""
     return torch.where(mask, x, 0.0).sum()
 
 
 def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, *, cap: float) -> Tensor:
     """min(pi_old / pi_sampler, cap) per token, without grad: [N], [N] -> [N] (truncated importance
-    sampling).
-    """
-    return torch.exp((old_logprobs - rollout_logprobs).detach()).clamp(max=cap)
+    sampling)."""
+    return torch.exp(_bounded((old_logprobs - rollout_logprobs).detach())).clamp(max=cap)
 
 
 def sampler_correction(
@@ -356,31 +367,29 @@ def sampler_correction(
     response_mask: Tensor,
     cu_seqlens: Tensor,
     *,
-    kind: Literal["token", "sequence", "mask", "off"],
+    kind: Importance,
     cap: float,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Importance weights [N] of the chosen kind (None for "off"), and how far apart sampler and
-    trainer are.
+    """Importance weights [N] (None for "off"), and how far apart sampler and trainer are.
 
     token: truncated at cap, per token. sequence: the product over the response, truncated, the same
-    for all its tokens. mask: 1, but 0 where the token's own weight leaves [1 / cap, cap]. All [N]
-    but cu_seqlens [S+1]. Statistics, means over the response tokens: kl (k3 of KL(sampler|old)),
+    for all its tokens. mask: 1, but 0 where the token's own weight leaves [1 / cap, cap]. What the
+    sampler reports as NaN or -inf gives a weight of NaN: it must not pass for a number. All [N] but
+    cu_seqlens [S+1]. Statistics, means over the response tokens: kl (k3 of KL(sampler|old)),
     abs_diff_mean, is_weight_mean, is_square_mean; and abs_diff_max. The effective sample size is
     is_weight_mean^2 / is_square_mean, once both are means over all tokens.
     """
+    _check_choice("kind", kind, Importance)
     log_weights = torch.where(response_mask, (old_logprobs - rollout_logprobs).detach(), 0.0)
-    if kind == "sequence":
-        weights = importance_weights(
-            _sequence_sum(log_weights, cu_seqlens), torch.zeros_like(log_weights), cap=cap
-        )
-    else:
-        weights = importance_weights(log_weights, torch.zeros_like(log_weights), cap=cap)
+    used = _sequence_sum(log_weights, cu_seqlens) if kind == "sequence" else log_weights
+    weights = importance_weights(used, torch.zeros_like(used), cap=cap)
     if kind == "mask":
-        weights = (log_weights.abs().exp() <= cap).to(log_weights.dtype)
+        inside = (_bounded(log_weights.abs()).exp() <= cap).to(weights.dtype)
+        weights = torch.where(weights.isnan(), weights, inside)
     weights = torch.where(response_mask, weights, 0.0)
     num_tokens = response_mask.sum().clamp(min=1)
     stats = {
-        "kl": (torch.expm1(log_weights) - log_weights).sum() / num_tokens,
+        "kl": _k3(log_weights).sum() / num_tokens,
         "abs_diff_mean": log_weights.abs().sum() / num_tokens,
         "abs_diff_max": log_weights.abs().max(),
         "is_weight_mean": weights.sum() / num_tokens,

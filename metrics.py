@@ -9,28 +9,29 @@ the value is there. `reduce` adds up both over all ranks and divides once:
     rank 0: 3 tokens, mean 1.0
     rank 1: 1 token, mean 2.0    ->  (3 x 1.0 + 1 x 2.0) / 4 = 1.25, not 1.5
 Timers are exclusive: a timer inside another stops the outer one, and what no timer covers is
-timing_s/other, so the phases add up to the step.
+timing_s/other, so the phases add up to the step. NaN stays NaN, also in a maximum.
 
-Five signals of throughput, all measured:
-    throughput/tokens_per_sec      prompt + response tokens of a step, each once, over its wall time
-    throughput/rollout_latency_ms  wall time of sampling alone
-    memory/actor_gpu_util_pct      NVML utilisation during the update (null under half a second)
-    memory/ref_gpu_util_pct        the same during the reference pass
-    communication/nccl_bw_gb       bus GB/s of a timed probe, `measure_bandwidth`; null on one rank
-MFU is model FLOPs (6 x parameters x tokens + attention, no recomputation) over the dense bf16 peak
-of the device.
+Throughput counts what ran. `add_pass` books the FLOPs of a forward and backward where it is called:
+6 a weight and token (4 for a frozen weight), the head's at the positions it is applied to, none for
+the embedding, which is looked up; causal attention; nothing for activations computed again. MFU
+divides them by the step's time and the device's dense bf16 peak. Tokens per second divides the
+tokens of the latest rollout by the time since it began, so steps that reuse rollouts share them.
 
 What we give up: per-rank curves; a rank that is slow shows in timing_s/* only through the mean.
-Source: Chowdhery 2022 (PaLM, arXiv:2204.02311, appendix B) for MFU; verl's names.
+Attention counts as if no layer had a window. Source: Chowdhery 2022 (PaLM, arXiv:2204.02311,
+appendix B) for MFU; verl's names.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import threading
 import time
+import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -39,7 +40,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PEAK_FLOPS = {
+PEAK_FLOPS = {  # the first name that a device's name contains
+    "H100 PCIe": 756e12,
     "H100": 989e12,
     "H200": 989e12,
     "H20": 148e12,
@@ -69,26 +71,27 @@ class Metrics:
         self._entries: dict[tuple[str, str], Entry] = {}  # by (name, reduction)
         self._timers: list[str] = []
         self._since = time.perf_counter()
-        self._step_start = self._since
-        self._device = _DeviceSampler()
+        self._rollout_tokens = 0.0  # of the latest step that sampled, over all ranks
+        self._rollout_s = 0.0  # since the step before it
+        self._costs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> Cost
+        self._device = _DeviceSampler(self._timers)
 
     def add(
         self, name: str, value: float | Tensor, weight: float = 1.0, reduction: str = "mean"
     ) -> None:
-        """One observation of `name`, to be reduced over ranks as a "mean" by `weight`, "sum", "max"
-        or "min".
-        """
+        """One observation of `name`. reduction: "mean" (by `weight`), "sum", "max" or "min"."""
         if reduction == "mean" and weight == 0:
             return  # a row without response tokens
-        value = value.detach() if isinstance(value, Tensor) else value
-        if reduction == "mean":
-            value = value * weight
+        if isinstance(value, Tensor):
+            # Sums in 16 bits would stand still.
+            value = value.detach().to(torch.promote_types(value.dtype, torch.float32))
+        # A new tensor in any case: the caller may go on writing to its own.
+        value = value * (weight if reduction == "mean" else 1)
         old = self._entries.get((name, reduction))
-        if old is None:
-            self._entries[name, reduction] = Entry(value, weight)
-        else:
-            merged = _merge(old.value, value, reduction)
-            self._entries[name, reduction] = Entry(merged, old.weight + weight)
+        if old is not None:
+            value = _merge(old.value, value, reduction)
+            weight += old.weight
+        self._entries[name, reduction] = Entry(value, weight)
 
     def update(
         self, stats: Mapping[str, float | Tensor], weight: float = 1.0, prefix: str = ""
@@ -100,9 +103,7 @@ class Metrics:
             self.add(prefix + name, value, weight, reduction)
 
     def add_group(self, source: str, rewards: list[float], rollouts: Sequence) -> None:
-        """The samples of one prompt as they came, before any filter, penalty or mask; `source`
-        names its data set.
-        """
+        """The samples of a prompt of data set `source`, before any filter, penalty or mask."""
         lengths = [len(rollout.response_ids) for rollout in rollouts]
         num_truncated = len([rollout for rollout in rollouts if rollout.truncated])
         num_prompt = len(rollouts[0].prompt_ids)
@@ -110,8 +111,10 @@ class Metrics:
         self.add("reward/mean", mean)
         self.add(f"reward/{source}/mean", mean)
         if len(rewards) > 1:
+            # Flat exactly where advantages are 0: sums in another order round differently.
+            rounding = 1e-14 * max(1.0, *map(abs, rewards))
+            is_flat = all(abs(reward - rewards[0]) <= rounding for reward in rewards)
             self.add("reward/std", torch.tensor(rewards).std(correction=0).item())
-            is_flat = max(rewards) == min(rewards)
             self.add("reward/frac_zero_std", 1.0 if is_flat else 0.0)
         self.add("prompt_length/mean", num_prompt)
         self.add("prompt_length/max", num_prompt, reduction="max")
@@ -121,47 +124,41 @@ class Metrics:
         self.add("response_length/clip_ratio", num_truncated / len(rollouts))
         self.add("throughput/num_tokens", num_prompt + sum(lengths), reduction="sum")
 
-    def add_layout(
-        self,
-        models: Sequence[torch.nn.Module],
-        sequences: Sequence[Mapping[str, Tensor]],
-        rows: Sequence[Sequence],
-        capacity: int,
-        num_epochs: int,
-    ) -> None:
-        """How full the rows of all minibatches are, and the FLOPs of the models that they update,
-        on this rank.
-        """
-        lengths = [len(sequence["tokens"]) for sequence in sequences]
-        for model in models:
-            config = model.config.get_text_config()
-            num_parameters = sum(p.numel() for p in model.parameters())
-            flops = model_flops(
-                num_parameters, config.num_hidden_layers, config.hidden_size, lengths
-            )
-            self.add("perf/model_flops", num_epochs * flops, reduction="sum")
+    def add_layout(self, rows: Sequence[Sequence], capacity: int) -> None:
+        """How full this rank's rows of all minibatches are."""
         for minibatch in rows:
             for row in minibatch:
                 used = len(row.tokens) if row.source else 0
                 room = max(capacity, used)
                 self.add("packing/efficiency", used / room, room)
 
+    def add_pass(self, model: torch.nn.Module, row) -> None:
+        """One forward and backward of `model` over a packed row, where it is made."""
+        if not row.source:
+            return  # filler
+        if model not in self._costs:
+            self._costs[model] = pass_cost(model)
+        cost = self._costs[model]
+        lengths = row.cu_seqlens.diff().double()  # on the device: nobody waits
+        flops = cost.token * lengths.sum() + cost.pair * lengths.square().sum()
+        self.add("perf/model_flops", flops + cost.scored * row.num_response_tokens, reduction="sum")
+
     @contextlib.contextmanager
     def timer(self, name: str) -> Iterator[None]:
-        """Adds the wall time inside, less that of inner timers, to timing_s/name; waits for the
-        device at both ends.
-        """
-        self._switch()
+        """Books the wall time inside, less that of inner timers; waits for the device."""
+        self._book()
         self._timers.append(name)
-        start = time.perf_counter()
-        yield
-        self._switch()
-        self._timers.pop()
-        self._device.record(name, start, time.perf_counter())
+        finished = False
+        try:
+            yield
+            finished = True
+        finally:
+            self._book(wait=finished)  # after an exception, what is waited for may never come
+            self._timers.pop()
 
-    def _switch(self) -> None:
-        """Book the time since the last switch on the running timer."""
-        if torch.cuda.is_available():
+    def _book(self, wait: bool = True) -> None:
+        """The time since the last call goes to the running timer."""
+        if wait and torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()
         name = self._timers[-1] if self._timers else "other"
@@ -170,23 +167,49 @@ class Metrics:
 
     def reduce(self) -> dict[str, float | None]:
         """The record of the step since the last call, the same on all ranks. Collective."""
-        self._switch()
-        step_s = self._since - self._step_start
-        self._step_start = self._since
-        self.add("timing_s/step", step_s, reduction="sum")
+        self._book()
         self._add_memory()
-        record = _merge_ranks(_gather(_to_host(self._entries)))
-        for phase, name in (("update", "actor"), ("ref_logprobs", "ref")):
-            record[f"memory/{name}_gpu_util_pct"] = self._device.mean_utilization(phase)
-        self._device.clear()
-        _derive(record, step_s)
+        record = _merge_ranks(_gather_entries(_to_host(self._entries)))
+        times = [value for name, value in record.items() if name.startswith("timing_s/")]
+        record["timing_s/step"] = sum(times)
+        self._derive(record)
         self._entries.clear()
+        self._device.clear()
         return record
+
+    def _derive(self, record: dict[str, float | None]) -> None:
+        """Quotients that are only right after the reduction."""
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        step_s = record["timing_s/step"]
+        if "throughput/num_tokens" in record:
+            self._rollout_tokens = record.pop("throughput/num_tokens")
+            self._rollout_s = 0.0
+        self._rollout_s += step_s
+        if self._rollout_tokens:
+            tokens_per_sec = self._rollout_tokens / self._rollout_s
+            record["throughput/tokens_per_sec"] = tokens_per_sec
+            record["perf/tokens_per_sec_per_gpu"] = tokens_per_sec / num_ranks
+        for signal in ("memory/actor_gpu_util_pct", "memory/ref_gpu_util_pct"):
+            record.setdefault(signal, None)
+        record.setdefault("communication/nccl_bw_gb", None)  # there is no bandwidth on one rank
+        flops = record.pop("perf/model_flops", None)
+        peak = peak_flops()
+        if flops is not None:
+            record["perf/mfu"] = flops / step_s / peak / num_ranks if peak else None
+        if "timing_s/rollout" in record:
+            record["throughput/rollout_latency_ms"] = 1000 * record["timing_s/rollout"]
+        square = record.pop("rollout_corr/is_square_mean", None)
+        if square:
+            record["rollout_corr/ess"] = record["rollout_corr/is_weight_mean"] ** 2 / square
 
     def _add_memory(self) -> None:
         for phase, gb in self._device.max_memory_gb().items():
             name = f"perf/max_memory_gb/{phase}" if phase else "perf/max_memory_gb"
             self.add(name, gb, reduction="max")
+        for phase, name in (("update", "actor"), ("ref_logprobs", "ref")):
+            busy_pct = self._device.mean_utilization(phase)
+            if busy_pct is not None:
+                self.add(f"memory/{name}_gpu_util_pct", busy_pct)
         num_pages = int(Path("/proc/self/statm").read_text().split()[1])
         resident_bytes = num_pages * os.sysconf("SC_PAGE_SIZE")
         self.add("perf/host_memory_gb", resident_bytes / 2**30, reduction="max")
@@ -198,29 +221,34 @@ class Metrics:
 def _merge(old: float | Tensor, new: float | Tensor, reduction: str) -> float | Tensor:
     if reduction in ("mean", "sum"):
         return old + new
-    if isinstance(new, Tensor):
-        return torch.maximum(old, new) if reduction == "max" else torch.minimum(old, new)
-    return max(old, new) if reduction == "max" else min(old, new)
+    if not isinstance(old, Tensor) and not isinstance(new, Tensor):
+        return _extreme([old, new], reduction)
+    like = new if isinstance(new, Tensor) else old
+    pick = torch.maximum if reduction == "max" else torch.minimum
+    return pick(torch.as_tensor(old).to(like), torch.as_tensor(new).to(like))
+
+
+def _extreme(values: list[float], reduction: str) -> float:
+    """The largest or smallest; NaN if one is, wherever it stands."""
+    if any(math.isnan(value) for value in values):
+        return math.nan
+    return max(values) if reduction == "max" else min(values)
 
 
 def _to_host(entries: Mapping[tuple[str, str], Entry]) -> dict[tuple[str, str], Entry]:
     """The entries with plain floats, after one copy from the device for all of them."""
-    on_device = {}
-    for key, entry in entries.items():
-        if isinstance(entry.value, Tensor) and entry.value.is_cuda:
-            on_device[key] = entry.value.double()
+    on_device = [key for key, entry in entries.items() if getattr(entry.value, "is_cuda", False)]
     moved = {}
     if on_device:
-        values = torch.stack(list(on_device.values())).tolist()
+        values = torch.stack([entries[key].value.double() for key in on_device]).tolist()
         moved = dict(zip(on_device, values, strict=True))
     found = {}
     for key, entry in entries.items():
-        value = moved[key] if key in moved else float(entry.value)
-        found[key] = Entry(value, entry.weight)
+        found[key] = Entry(moved[key] if key in moved else float(entry.value), entry.weight)
     return found
 
 
-def _gather(mine: dict) -> list[dict]:
+def _gather_entries(mine: dict) -> list[dict]:
     """`mine` of each rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
@@ -235,10 +263,8 @@ def _merge_ranks(per_rank: list[dict[tuple[str, str], Entry]]) -> dict[str, floa
     for name, reduction in keys:
         found = [entries[name, reduction] for entries in per_rank if (name, reduction) in entries]
         values = [entry.value for entry in found]
-        if reduction == "max":
-            record[name] = max(values)
-        elif reduction == "min":
-            record[name] = min(values)
+        if reduction in ("max", "min"):
+            record[name] = _extreme(values, reduction)
         elif reduction == "mean":
             record[name] = sum(values) / sum(entry.weight for entry in found)
         elif name.startswith("timing_s/"):
@@ -248,27 +274,9 @@ def _merge_ranks(per_rank: list[dict[tuple[str, str], Entry]]) -> dict[str, floa
     return record
 
 
-def _derive(record: dict[str, float | None], step_s: float) -> None:
-    """Quotients that are only right after the reduction."""
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    num_tokens = record.pop("throughput/num_tokens", None)
-    if num_tokens is not None:
-        record["throughput/tokens_per_sec"] = num_tokens / step_s
-        record["perf/tokens_per_sec_per_gpu"] = num_tokens / step_s / num_ranks
-    record.setdefault("communication/nccl_bw_gb", None)  # there is no bandwidth on one rank
-    flops = record.pop("perf/model_flops", None)
-    peak = peak_flops()
-    if flops is not None:
-        record["perf/mfu"] = flops / step_s / peak / num_ranks if peak else None
-    if "timing_s/rollout" in record:
-        record["throughput/rollout_latency_ms"] = 1000 * record["timing_s/rollout"]
-    square = record.pop("rollout_corr/is_square_mean", None)
-    if square:
-        record["rollout_corr/ess"] = record["rollout_corr/is_weight_mean"] ** 2 / square
-
-
-def total(x: Tensor) -> float:
-    """The sum of the scalar x over all ranks, which is added in place. Collective."""
+def total(x: Tensor | float) -> float:
+    """The sum of the scalar x over all ranks. Collective."""
+    x = x.detach().clone() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(x)
     return x.item()
@@ -282,22 +290,38 @@ def peak_flops() -> float | None:
     return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
 
 
-def model_flops(
-    num_parameters: int, num_layers: int, hidden_size: int, lengths: list[int]
-) -> float:
-    """FLOPs of forward and backward over sequences of `lengths`: 6 x parameters x tokens + causal
-    attention.
-    """
-    attention = 6 * num_layers * hidden_size * sum(length * length for length in lengths)
-    return 6 * num_parameters * sum(lengths) + attention
+class Cost(NamedTuple):
+    """FLOPs of a forward and backward."""
+
+    token: float  # for each token
+    scored: float  # for each token that the head is applied to
+    pair: float  # for each square of a sequence's length
+
+
+def pass_cost(model: torch.nn.Module) -> Cost:
+    """What a Transformers model costs, by its weights and config."""
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = config.num_attention_heads * head_dim
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    token = 0
+    scored = 0
+    for weight in model.parameters():
+        flops = weight.numel() * (6 if weight.requires_grad else 4)
+        if head is not None and weight is head.weight:
+            scored += flops
+        elif weight is not embedding.weight:
+            token += flops
+    # 2 products of 2 x width x length a token, three times (backward counts twice), half of it.
+    return Cost(token, scored, 6 * config.num_hidden_layers * width)
 
 
 def measure_bandwidth(num_bytes: int, group: dist.ProcessGroup | None = None) -> float:
-    """Bus GB/s of a reduce-scatter of num_bytes in fp32 per rank, the collective of the gradients;
-    NaN on one rank.
+    """Bus GB/s of a reduce-scatter of num_bytes in fp32, as of gradients; NaN on one rank.
 
-    Bus bandwidth: what a rank must send whatever the algorithm, bytes * (W - 1) / W, over the time.
-    The time is the median of five on the slowest rank, after two to warm up.
+    What a rank must send whatever the algorithm, bytes * (W - 1) / W, over the time on the slowest
+    rank, median of five after two to warm up.
     """
     num_ranks = dist.get_world_size(group)
     if num_ranks == 1:
@@ -320,75 +344,57 @@ def measure_bandwidth(num_bytes: int, group: dist.ProcessGroup | None = None) ->
     return (num_ranks - 1) * chunk.nbytes / median / 1e9
 
 
-class Sample(NamedTuple):
-    """The device at one moment."""
-
-    time: float
-    busy_pct: float
-    used_gb: float
-
-
-class Span(NamedTuple):
-    """One run of a timer."""
-
-    name: str
-    start: float
-    end: float
-
-
 class _DeviceSampler:
-    """NVML utilisation and memory in use of this rank's GPU, sampled in a thread every 50 ms; no
-    GPU or NVML: none.
-    """
+    """NVML utilisation and memory of this rank's GPU, by a thread every 50 ms; or none."""
 
-    def __init__(self):
-        self._samples: list[Sample] = []
-        self._spans: list[Span] = []
+    def __init__(self, phases: list[str]):
+        """phases: the names of the timers that run, kept up to date by its owner."""
+        self._phases = phases
+        self._samples: list[tuple[tuple[str, ...], float, float]] = []  # phases, per cent, GiB
         if not torch.cuda.is_available() or importlib.util.find_spec("pynvml") is None:
             return
         import pynvml
 
-        pynvml.nvmlInit()
-        # By UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's.
-        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        try:
+            pynvml.nvmlInit()
+            # By UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's.
+            uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            self._read(pynvml, handle)
+        except pynvml.NVMLError as error:  # parts of a GPU (MIG), drivers that hide UUIDs
+            warnings.warn(f"no utilisation or memory of the GPU: {error}", stacklevel=3)
+            return
+        arguments = (weakref.ref(self), pynvml, handle)
+        threading.Thread(target=_keep_reading, args=arguments, daemon=True).start()
 
-        def sample() -> None:
-            while True:
-                # Of the device: torch still counts what a sleeping engine has given back as
-                # allocated.
-                used_gb = pynvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30
-                busy_pct = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
-                self._samples.append(Sample(time.perf_counter(), busy_pct, used_gb))
-                time.sleep(0.05)
-
-        threading.Thread(target=sample, daemon=True).start()
-
-    def record(self, name: str, start: float, end: float) -> None:
-        self._spans.append(Span(name, start, end))
+    def _read(self, pynvml, handle) -> None:
+        # Of the device: torch still counts what a sleeping engine has given back as allocated.
+        used_gb = pynvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30
+        busy_pct = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
+        self._samples.append((tuple(self._phases), busy_pct, used_gb))
 
     def max_memory_gb(self) -> dict[str, float]:
         """The most in use in each phase that was sampled, and under "" in all of the step."""
         found: dict[str, float] = {}
-        for sample in list(self._samples):
-            phases = [span.name for span in self._spans if span.start <= sample.time <= span.end]
+        for phases, _, used_gb in list(self._samples):
             for name in ("", *phases):
-                found[name] = max(sample.used_gb, found.get(name, 0.0))
+                found[name] = max(used_gb, found.get(name, 0.0))
         return found
 
     def mean_utilization(self, name: str) -> float | None:
-        """Mean per cent inside the phases called `name`; None if they lasted under half a second
-        together.
-        """
-        spans = [span for span in self._spans if span.name == name]
-        values = []
-        for sample in list(self._samples):
-            if any(span.start <= sample.time <= span.end for span in spans):
-                values.append(sample.busy_pct)
-        if sum(span.end - span.start for span in spans) < 0.5 or not values:
-            return None
-        return sum(values) / len(values)
+        """Mean per cent inside the phases called `name`; None under half a second together."""
+        values = [busy_pct for phases, busy_pct, _ in list(self._samples) if name in phases]
+        return sum(values) / len(values) if len(values) >= 10 else None
 
     def clear(self) -> None:
         self._samples.clear()
-        self._spans.clear()
+
+
+def _keep_reading(owner: weakref.ref, pynvml, handle) -> None:
+    while (sampler := owner()) is not None:
+        try:
+            sampler._read(pynvml, handle)
+        except pynvml.NVMLError:
+            return
+        del sampler  # else the owner would live as long as this thread
+        time.sleep(0.05)

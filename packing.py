@@ -102,8 +102,7 @@ class BatchConfig:
 
     def rows_of_all_sizes(self, num_tokens: int) -> list[PackedRow]:
         """What a run may meet: the largest row, full of sequences of num_tokens tokens, half of it,
-        ..., and none. Compiled code is chosen by ranges of a row's length.
-        """
+        ..., and none. Compiled code is chosen by ranges of a row's length."""
         ids = torch.zeros(num_tokens, dtype=torch.int64)
         whole = sequence(ids[:1], ids[1:])
         rows = []
@@ -222,18 +221,16 @@ def _totals(items: Sequence[Item], minibatch: int) -> dict[str, int]:
 
 def _agree_on_rows(parts: Sequence[Sequence], capacity: int) -> list[int]:
     """The number of rows for each of the parts: what the rank with the most needs. Collective."""
-    needed = [
-        len(first_fit_decreasing([len(s["tokens"]) for s in part], capacity)) for part in parts
-    ]
+    lengths = [[len(s["tokens"]) for s in part] for part in parts]
+    needed = [len(first_fit_decreasing(part, capacity)) for part in lengths]
     return [max(counts) for counts in zip(*_gather(needed), strict=True)]
 
 
 def pack_alike(sequences: Sequence[Mapping[str, Tensor]], capacity: int) -> list[PackedRow]:
     """This rank's sequences in rows, the same number of rows on all ranks. Collective.
 
-    For a sharded model that only reads, such as a reward model: no sequence travels, and
-    `row.source` says where in the list those of a row are.
-    """
+    For a sharded model that only reads, such as a reward model: no sequence travels. `row.source`
+    says where in the list a row's sequences are."""
     [num_rows] = _agree_on_rows([sequences], capacity)
     return pack(sequences, capacity, num_rows=num_rows)
 
@@ -270,8 +267,8 @@ def sequence(
     """
     num_prompt = len(prompt_ids)
     num_tokens = num_prompt + len(response_ids)
-    # Its first token would be scored from the state before it: that of another sequence in the row.
-    assert num_prompt > 0 or num_tokens == 0, "a response without a prompt is predicted by nothing"
+    if num_prompt == 0 and num_tokens > 0:
+        raise ValueError("a response without a prompt: its first token is predicted by nothing")
     mask = torch.zeros(num_tokens, dtype=torch.bool)
     mask[num_prompt:] = learn
     made = {"tokens": torch.cat([prompt_ids, response_ids]), "response_mask": mask}
@@ -342,11 +339,11 @@ def pack(
 ) -> list[PackedRow]:
     """Rows of at most `capacity` tokens that hold each sequence once; `num_rows` of them, if given.
 
-    Each sequence maps "tokens" to [L] int64 and any other names to [L] tensors ("response_mask"
-    among them, if the rows' num_response_tokens is wanted). All sequences have the same names.
-    Inputs are not modified. `like` is any sequence with these names and dtypes: it shapes the empty
-    rows of a rank that has no sequence at all. Raises ValueError for an empty sequence, and for a
-    num_rows that does not hold them.
+    Each sequence maps "tokens" to [L] int64 and any other names to [L] tensors, the same names in
+    all; num_response_tokens counts "response_mask", if it is among them. `like` is any sequence
+    with these names and dtypes: it shapes the empty rows of a rank that has no sequence at all.
+    Raises ValueError for an empty sequence, names or lengths that differ, a response_mask with the
+    first token of its sequence, and a num_rows that does not hold them.
     """
     bins = first_fit_decreasing([len(s["tokens"]) for s in sequences], capacity)
     if num_rows is not None and num_rows < len(bins):
@@ -360,14 +357,19 @@ def pack(
 
 
 def _join(sequences: Sequence[Mapping[str, Tensor]], members: Sequence[int]) -> PackedRow:
-    lengths = [len(sequences[i]["tokens"]) for i in members]
     names = sequences[members[0]].keys()
     for i in members:
-        assert sequences[i].keys() == names, f"sequences with other fields than {list(names)}"
+        shapes = {name: list(x.shape) for name, x in sequences[i].items()}
+        if shapes != {name: [len(sequences[i]["tokens"])] for name in names}:
+            raise ValueError(f"sequence {i}: has {shapes}; {list(names)} must be [L] alike")
+        # It would be scored from the state before it: that of another sequence in the row.
+        if "response_mask" in names and sequences[i]["response_mask"][0]:
+            raise ValueError(
+                f"sequence {i}: response_mask has its first token: nothing predicts it"
+            )
     joined = {name: torch.cat([sequences[i][name] for i in members]) for name in names}
-    sizes = {name: len(x) for name, x in joined.items()}
-    assert set(sizes.values()) == {sum(lengths)}, f"fields of other lengths than tokens: {sizes}"
     tokens = joined.pop("tokens")
+    lengths = [len(sequences[i]["tokens"]) for i in members]
     return PackedRow(
         tokens=tokens,
         position_ids=torch.cat([torch.arange(length) for length in lengths]),

@@ -1,11 +1,9 @@
 """PPO: reinforcement learning of a language model with a critic; grpo.py's six phases.
 
     bash launch.sh ppo.py                           # a small model learns to add, on a CPU
-    bash launch.sh ppo.py --reward-model built-in   # the same, rewarded by a learned reward model
+    bash launch.sh ppo.py --reward-model built-in   # the same, rewarded by a reward model
 
-A rule or a reward model scores each response. A critic, a second model, says what score to expect
-after each token.
-
+A critic, a second model, says what score to expect after each token.
     reward       r_i = score at the last token - kl_coef (log pi_old - log ref)
                                                                      advantages.token_rewards
     advantage    A_i = sum_k (gamma lambda)^k (r_j + gamma V_(j+1) - V_j), j = i + k
@@ -15,13 +13,13 @@ after each token.
                                                                      losses.value_loss
     each summed over response tokens / their number in the minibatch losses.{actor,critic}_loss
 
-A batch of rollouts, with its values and advantages, can serve for several steps
-(--rollout-every). All sizes that a user gives are over all ranks.
+A batch of rollouts can serve for several steps (--rollout-every). Sizes are over all ranks.
 Sources: Schulman 2017 (arXiv:1707.06347), Ouyang 2022 (InstructGPT, arXiv:2203.02155).
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -47,6 +45,7 @@ import report
 import reshard
 import rollout
 import run
+import scheduler
 import vllm_backend
 from advantages import GaeConfig, KlController
 from data import DataConfig
@@ -114,14 +113,14 @@ class Args:
         run.check(self)  # the rules that all scripts share
         every = self.rollout_every
         run.require(every >= 1, "--rollout-every", every, "at least 1")
-        for flag, steps, least in (
-            ("--num-steps", self.num_steps, every),
-            ("--eval-every", self.eval_every, 0),
-            ("--save-every", self.run.save_every, 0),
-        ):
-            nearest = max(least, steps // every * every)
+        counts = {"--eval-every": self.eval_every, "--save-every": self.run.save_every}
+        for flag, steps in {"--num-steps": self.num_steps, **counts}.items():
+            nearest = max(steps // every * every, every if flag == "--num-steps" else 0)
             rule = f"a multiple of --rollout-every {every}; try {nearest}"
             run.require(steps % every == 0, flag, steps, rule)
+        warmup = self.critic.warmup_steps
+        rule = f"below --num-steps {self.num_steps}: the policy would never learn"
+        run.require(warmup < self.num_steps, "--critic.warmup-steps", warmup, rule)
 
 
 def main(asked: Args) -> None:
@@ -129,7 +128,7 @@ def main(asked: Args) -> None:
     with run.refusals():
         args = addition.prepare(asked)  # without --model: the paths of a small model and its data
         paths, tokenizer, stream, eval_prompts, scorer = prepare(args)
-        asked.run.open(asked, *paths)
+        asked.run.check(asked, *paths)
         policy, critic, reference, reward_model = load_models(args, paths, mesh)
         optimizer = model.make_optimizer(policy, args.optim, args.learning_rate)
         critic_optimizer = model.make_optimizer(critic, args.optim, args.critic.learning_rate)
@@ -143,11 +142,11 @@ def main(asked: Args) -> None:
         }
         checkpoints = args.run.directory / "checkpoints"
         first_step = checkpoint.load(checkpoints, state) if args.run.resume else 0
-    parked = offload.Offload(
-        args.offload, critic, reference, reward_model, optimizer, critic_optimizer
-    )
-    engine = make_engine(args, paths[0], tokenizer)
-    temperature = args.rollout.temperature
+        waiting = critic, reference, reward_model, optimizer, critic_optimizer
+        parked = offload.Offload(args.offload, *waiting)
+        engine = make_engine(args, paths[0], tokenizer)
+        asked.run.open(asked)  # nothing is refused any more
+    heat = args.rollout.temperature
     models = [policy, critic, reference, reward_model]
     sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
     logprobs.warm_up(models, sizes, parked.present)
@@ -157,24 +156,16 @@ def main(asked: Args) -> None:
     )
 
     for first in range(first_step, args.num_steps, args.rollout_every):
-        is_last = first + args.rollout_every == args.num_steps
-
         # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case. A
         # response is scored by the rule as soon as it ends, while others are still being sampled.
         with engine.awake():
-            with meter.timer("reshard"):
-                reshard.sync_weights(policy, engine, dtype=engine.dtype)
-                if args.verify_sync:
-                    reshard.verify_sync(policy, engine, dtype=engine.dtype)
-            if args.eval_every and (is_last or first % args.eval_every == 0):
-                seed = data.sampling_seed(args.seed, "eval")
-                rollout.evaluate(
-                    engine, scorer, tokenizer, eval_prompts, args.eval_samples, seed, meter
-                )
+            sync(args, policy, engine, meter)
+            if args.eval_every and first % args.eval_every == 0:
+                evaluate(args, engine, scorer, tokenizer, eval_prompts, meter)
             prompts = stream.take(args.batch.prompts_per_step)
             with meter.timer("rollout"):
                 seed = data.sampling_seed(args.seed, first, 0)
-                rule = scorer if reward_model is None else None
+                rule = None if reward_model else scorer
                 size = args.batch.group_size
                 drawn = rollout.draw(engine, rule, tokenizer, prompts, size, seed)
 
@@ -189,9 +180,7 @@ def main(asked: Args) -> None:
             rows, totals = packing.lay_out(
                 sequences, places, args.batch, exchange=exchange.exchange, like=EMPTY
             )
-            meter.add_layout(
-                (policy, critic), sequences, rows, args.batch.tokens_per_row, args.batch.num_epochs
-            )
+            meter.add_layout(rows, args.batch.tokens_per_row)
             journal.write_samples(first, groups, tokenizer.decode)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
 
@@ -200,15 +189,11 @@ def main(asked: Args) -> None:
         passes = args.batch.num_epochs * args.rollout_every
         with meter.timer("old_logprobs"):
             # The first minibatch of a single pass meets the policy as it is: its ratio is 1.
-            skipped = rows[:1] if passes == 1 and not args.gae.kl_coef else []
-            later = rows[len(skipped) :]
-            later = logprobs.with_logprobs(policy, later, "old_logprobs", temperature=temperature)
-            rows = skipped + later
+            skip = 1 if passes == 1 and not args.gae.kl_coef else 0
+            rows = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature=heat, skip=skip)
         if reference is not None:
             with meter.timer("ref_logprobs"), parked.present(reference):
-                rows = logprobs.with_logprobs(
-                    reference, rows, "ref_logprobs", temperature=temperature
-                )
+                rows = logprobs.with_logprobs(reference, rows, "ref_logprobs", temperature=heat)
         with meter.timer("values"), parked.present(critic):
             rows = logprobs.with_values(critic, rows)
         with meter.timer("advantages"):
@@ -220,7 +205,11 @@ def main(asked: Args) -> None:
             with meter.timer("update"), parked.present(critic, optimizer, critic_optimizer):
                 update(args, step, policy, critic, optimizer, critic_optimizer, rows, totals, meter)
 
-            # 6. Report, adapt, save.
+            # 6. Report, adapt, save. The last evaluation is of the model that is exported.
+            if args.eval_every and step + 1 == args.num_steps:
+                with engine.awake():
+                    sync(args, policy, engine, meter)
+                    evaluate(args, engine, scorer, tokenizer, eval_prompts, meter)
             if mesh.size() > 1:  # a probe: the gradients' own collectives run beside the update
                 meter.add("communication/nccl_bw_gb", metrics.measure_bandwidth(1 << 22))
             if args.gae.kl_coef and step + 1 == first + args.rollout_every:
@@ -236,7 +225,7 @@ def main(asked: Args) -> None:
 
 
 def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Prompt], Scorer]:
-    """([directories of policy, critic, reward model], tokenizer, stream, evaluation prompts, scorer)."""
+    """([policy's, critic's, reward model's directory], tokenizer, stream, eval prompts, scorer)."""
     from transformers import AutoTokenizer, logging
 
     logging.disable_progress_bar()
@@ -247,17 +236,17 @@ def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Pr
     reward_path = hub.find_critic(
         args.reward_model_path, longest, "--reward-model", path, has_head=True
     )
-    critic_path = hub.find_critic(args.critic.path, longest, "--critic.path", path, has_head=False)
-    critic_path = critic_path or reward_path or path  # what it starts from
+    own_path = hub.find_critic(args.critic.path, longest, "--critic.path", path, has_head=False)
+    critic_path = own_path or reward_path or path
     datasets, eval_sets = data.load_all(args.data_paths, args.eval_paths, tokenizer, args.data)
     data.require_columns(eval_sets if reward_path else [*datasets, *eval_sets], scorer.wanted)
     has_evals = eval_sets or not args.eval_every
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)
-    copies = 1 if args.loss.kl_coef or args.gae.kl_coef else 0
-    size = hub.memory_plan(path, args.model.master_dtype, copies)
+    frozen = 1 if args.loss.kl_coef or args.gae.kl_coef else 0
+    size = f"{path}: {hub.memory_plan(path, args.model.master_dtype, frozen)}"
     critic_size = hub.memory_plan(critic_path, args.model.master_dtype, 1 if reward_path else 0)
-    run.print_plan(args, datasets, eval_sets, policy=f"{path}: {size}", critic=critic_size)
+    run.print_plan(args, datasets, eval_sets, policy=size, critic=critic_size)
     eval_prompts = [prompt for prompts in eval_sets for prompt in prompts]
     return [path, critic_path, reward_path], tokenizer, stream, eval_prompts, scorer
 
@@ -267,10 +256,9 @@ def load_models(args: Args, paths: list[str], mesh) -> list[nn.Module | None]:
     path, critic_path, reward_path = paths
     policy = model.load_policy(path, mesh, args.model)
     critic = model.load_critic(critic_path, mesh, args.model)
-    reference = None
+    reference = reward_model = None
     if args.loss.kl_coef or args.gae.kl_coef:
         reference = model.load_policy(path, mesh, args.model, trainable=False)
-    reward_model = None
     if reward_path:
         reward_model = model.load_critic(reward_path, mesh, args.model, trainable=False)
     for each in filter(None, (policy, critic, reference, reward_model)):
@@ -283,9 +271,12 @@ def load_models(args: Args, paths: list[str], mesh) -> list[nn.Module | None]:
 
 def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
     """The sampler, asleep: vLLM, or Transformers' generate."""
-    is_vllm = args.rollout.backend == "vllm"
+    backend = hf_backend.HfBackend
+    if args.rollout.backend == "vllm":
+        make = scheduler.closed_batch_scheduler
+        backend = functools.partial(vllm_backend.VllmBackend, make_scheduler=make)
     return rollout.Engine(
-        vllm_backend.VllmBackend if is_vllm else hf_backend.HfBackend,
+        backend,
         path,
         args.rollout,
         max_prompt_tokens=args.data.max_prompt_tokens,
@@ -293,6 +284,20 @@ def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
         stop_ids=hub.stop_token_ids(path, tokenizer.eos_token_id),
         seed=args.seed,
     )
+
+
+def sync(args: Args, policy: nn.Module, engine: rollout.Engine, meter) -> None:
+    """Give the policy's weights to the engine, which is awake; it is ready to sample then."""
+    with meter.timer("reshard"):
+        reshard.sync_weights(policy, engine, dtype=engine.dtype)
+        if args.verify_sync:
+            reshard.verify_sync(policy, engine, dtype=engine.dtype)
+
+
+def evaluate(args: Args, engine, scorer, tokenizer, prompts: list[data.Prompt], meter) -> None:
+    """Greedy reward and, of --eval-samples k, mean@k and pass@k, on the held-out prompts."""
+    seed = data.sampling_seed(args.seed, "eval")
+    rollout.evaluate(engine, scorer, tokenizer, prompts, args.eval_samples, seed, meter)
 
 
 def score(args: Args, prompts, drawn, scorer: Scorer, reward_model, meter) -> list[Group]:
@@ -370,6 +375,7 @@ def critic_gradients(
         values = logprobs.token_values(critic, row)
         loss, stats = losses.critic_loss(values, row, totals, args.critic)
         loss.backward()
+        meter.add_pass(critic, row)
         meter.update(stats, row.num_response_tokens)
 
 
@@ -388,6 +394,7 @@ def actor_gradients(
         limit = args.rollout.max_response_tokens
         loss, stats = losses.actor_loss(current, entropy, row, totals, args.loss, limit)
         loss.backward()
+        meter.add_pass(policy, row)
         meter.update(stats, row.num_response_tokens)
         kl += stats["actor/ppo_kl"] * row.num_response_tokens / totals["tokens"]
     return kl

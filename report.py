@@ -6,20 +6,23 @@ after a crash: a resumed run may neither repeat steps in its log nor lose those 
 
 How it works. `write(step, record)` appends one JSON object a step to metrics.jsonl, prints one
 line, and warns once each of what people learn too late: sampler and trainer differ, entropy is
-gone, groups have no spread. At the start, records from `first_step` on are dropped: a run that died
-after its last save left them, and they will be written again. Only rank 0 writes.
+gone, groups have no spread, nothing is trained, a number is not finite. At the start, records from
+`first_step` on are dropped: a run that died after its last save left them, and they will be written
+again; files that are there at step 0 are another run's, and are moved aside. Only rank 0 writes.
+
+A log cannot end a run: where it can't be written (disk full), that is said once, a half-written
+line is taken back, and the run goes on. Nor can it block a resume: lines that a crash tore are left
+out. A resumed run is a new run in wandb, which refuses steps below its last.
 
 The names in a record. Means are weighted by tokens or samples over all ranks. Times are means over
 ranks and exclusive: they add up to the step. A name whose phase did not run is absent; null means
-that nothing could be measured.
+that nothing could be measured, or NaN.
 
     reward/mean                   task reward of all samples as they came, before filters, penalties
     reward/std                    deviation within a group, mean over groups (groups of 2 or more)
     reward/frac_zero_std          share of groups whose rewards are all equal: they give no gradient
-    reward/SOURCE/mean            the mean by data set, under its file's name
-    reward/FUNCTION_mean          the mean of each reward function
-    reward/error_frac             share of reward calls that failed
-    reward/timeout_frac           share of reward calls that ran out of time
+    reward/SOURCE/mean            by data set, under its file's name; FUNCTION_mean: by function
+    reward/error_frac             share of reward calls that failed; timeout_frac: were out of time
     response_length/mean          response tokens, the stop token included; also /min and /max
     response_length/clip_ratio    share of responses that the limit ended
     prompt_length/mean            prompt tokens; also /max
@@ -27,43 +30,36 @@ that nothing could be measured.
     actor/pg_clipfrac             share of response tokens whose gradient the clip removes
     actor/ppo_kl                  KL(policy before the step, current), k3, nats per token
     actor/kl_loss                 KL term to the reference, nats per token
-    actor/reward_kl_penalty       KL to the reference in the reward, nats per token
-    actor/reward_kl_penalty_coeff its weight
+    actor/reward_kl_penalty       KL to the reference in the reward, nats per token; _coeff: weight
     actor/entropy                 entropy of the policy, nats per token
-    actor/grad_norm, actor/lr     gradient norm before clipping; learning rate
+    actor/grad_norm, actor/lr     gradient norm before clipping; learning rate; critic/*: the same
     critic/vf_loss                squared error of the values, halved
     critic/vf_clipfrac            share of values that left the clip band
-    critic/vf_explained_var       1 - Var(returns - values) / Var(returns), before the update, with
-                                  Monte-Carlo returns; absent if they are all equal
-    critic/grad_norm, critic/lr   as the actor's
-    rollout_corr/kl               KL(sampler, trainer), k3, nats per token: the same weights in
-                                  other kernels
+    critic/vf_explained_var       1 - Var(returns - values) / Var(returns), before the update
+    rollout_corr/kl               KL(sampler, trainer), k3, nats per token: same weights, other code
     rollout_corr/abs_diff_mean    difference of the two log-probabilities of a token; also _max
-    rollout_corr/is_weight_mean   mean importance weight
-    rollout_corr/ess              effective sample size as a share
+    rollout_corr/is_weight_mean   mean importance weight; ess: effective sample size as a share
     packing/efficiency            tokens over room in the rows
     eval/reward                   greedy reward on the evaluation prompts; eval/SOURCE/reward by set
     eval/mean@k, eval/pass@k      mean and best reward of k samples
     eval/error_frac               as reward/error_frac, in the evaluation; also timeout_frac
     timing_s/step                 wall time of the step
     timing_s/reshard              weight sync, and waking the KV cache
-    timing_s/rollout              sampling
+    timing_s/rollout, eval        sampling; evaluation
     timing_s/reward               waiting for scores
-    timing_s/eval                 evaluation
     timing_s/layout               advantages of groups, packing, exchange, copies to the GPU
     timing_s/old_logprobs         pass of the policy before the update; ref_logprobs: the reference
     timing_s/values               PPO: the critic's pass; advantages: GAE and whitening
-    timing_s/update, save         optimizer steps; checkpoint
-    timing_s/other                the rest (sleeping, waking weights)
-    throughput/tokens_per_sec     prompt + response tokens of the step, each once, over its wall
-                                  time, all ranks
+    timing_s/update, save, other  optimizer steps; checkpoint; the rest (sleeping, waking weights)
+    throughput/tokens_per_sec     prompt + response tokens of the latest rollout, each once, of all
+                                  ranks, over the time since the step that sampled them began
     throughput/rollout_latency_ms wall time of sampling alone
-    memory/actor_gpu_util_pct     GPU utilisation by NVML during the update; null under half a
-                                  second; memory/ref_gpu_util_pct: during the reference pass
+    memory/actor_gpu_util_pct     GPU utilisation by NVML during the update, mean over GPUs; null
+                                  under half a second; memory/ref_gpu_util_pct: the reference pass
     communication/nccl_bw_gb      bus GB/s of a timed reduce-scatter of 4 MiB; null on one rank
     perf/tokens_per_sec_per_gpu   throughput/tokens_per_sec by rank
-    perf/mfu                      model FLOPs of the update over the step's time and the GPU's dense
-                                  bf16 peak (989 TFLOP/s for H100 and H200)
+    perf/mfu                      model FLOPs of the passes that the update made over the step's
+                                  time and the GPU's dense bf16 peak (H100 and H200: 989 TFLOP/s)
     perf/max_memory_gb            most memory in use on a GPU in the step, by NVML every 50 ms, GiB;
                                   perf/max_memory_gb/PHASE: in each phase
     perf/cached_memory_gb         GPU memory that torch holds and no tensor uses at the end, GiB
@@ -72,13 +68,17 @@ that nothing could be measured.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import json
 import math
+import os
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -91,33 +91,37 @@ class LogConfig:
     samples_per_step: int = 4
     """Responses written to samples.jsonl each step; 0: none."""
     plot_every: int = 10
-    """Redraw curves.png every this many steps, and at the end; 0: never."""
-    mismatch_alarm: float = 0.1
+    """Redraw curves.png every this many steps, but in 2 % of the time, and at the end; 0: never."""
+    mismatch_alarm: float = 0.01
     """Warn once when rollout_corr/kl, the distance between sampler and trainer in nats per token,
-    exceeds this.
+    exceeds this; bf16 alone gives 0.001, an 8-bit sampler up to 0.03.
     """
     entropy_alarm: float = 0.01
     """Warn once when actor/entropy falls below this many nats."""
     zero_std_alarm: int = 5
-    """Warn once after this many steps in a row in which no group had any spread."""
+    """Warn once after this many steps in a row in which no group had any spread, or nothing was
+    trained.
+    """
 
     def __post_init__(self):
-        if self.samples_per_step < 0 or self.plot_every < 0 or self.zero_std_alarm < 1:
-            raise ValueError(
-                f"--log.samples-per-step {self.samples_per_step}, "
-                f"--log.plot-every {self.plot_every}: 0 (off) or more; "
-                f"--log.zero-std-alarm {self.zero_std_alarm}: at least 1"
-            )
-        if self.wandb_project and importlib.util.find_spec("wandb") is None:
+        for flag, value, holds, rule in (
+            ("samples-per-step", self.samples_per_step, self.samples_per_step >= 0, "0 (none)"),
+            ("plot-every", self.plot_every, self.plot_every >= 0, "0 (never)"),
+            ("mismatch-alarm", self.mismatch_alarm, self.mismatch_alarm >= 0, "0"),
+            ("entropy-alarm", self.entropy_alarm, self.entropy_alarm >= 0, "0"),
+            ("zero-std-alarm", self.zero_std_alarm, self.zero_std_alarm >= 1, "1"),
+        ):
+            if not holds:
+                raise ValueError(f"--log.{flag} {value}: must be at least {rule}")
+        if self.wandb_project and not _is_installed("wandb"):
             flag = f"--log.wandb-project {self.wandb_project}"
-            raise ValueError(f"{flag}: needs wandb; install it with: pip install wandb")
+            install = f"{sys.executable} -m pip install wandb"
+            raise ValueError(f"{flag}: needs wandb; install it with: {install}")
 
 
-class Alarm(NamedTuple):
-    """What is wrong with a run; raised once for each name."""
-
-    name: str
-    message: str
+def _is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # None: just a folder of that name here
 
 
 class Report:
@@ -132,47 +136,73 @@ class Report:
         first_step: int = 0,
         settings: dict | None = None,
     ):
-        """Records from first_step on, left by a run that died after its last save, are dropped.
-        settings: for wandb.
-        """
+        """Records from first_step on are dropped: the run died after its last save."""
         self.out_dir = Path(out_dir)
         self.config = config
         self.num_steps = num_steps
         self.is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
-        self._alarms: set[str] = set()
-        self._steps_without_spread = 0
+        self._said: set[str] = set()
+        self._in_a_row = {"spread": 0, "gradient": 0}  # steps without it
         self._step_times: list[float] = []
+        self._plotted_at = -math.inf
+        self._plot_s = 0.0
         self._wandb = None
-        if self.is_rank0:
-            self.out_dir.mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.jsonl", "samples.jsonl"):
+        if not self.is_rank0:
+            return
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            with self._going_on(self.out_dir / name):
+                self.out_dir.mkdir(parents=True, exist_ok=True)
                 _keep_before(self.out_dir / name, first_step)
-        if self.is_rank0 and config.wandb_project:
-            import wandb
+        if config.wandb_project:
+            self._wandb = _start_wandb(config.wandb_project, self.out_dir.name, settings)
 
-            name = self.out_dir.name
-            self._wandb = wandb.init(project=config.wandb_project, name=name, config=settings)
+    @contextlib.contextmanager
+    def _going_on(self, what: Path | str) -> Iterator[None]:
+        """A log that can't be written is said once, and is no reason to end the run."""
+        try:
+            yield
+        except OSError as error:
+            self._say(f"log {what}", f"{what} can't be written ({error.strerror or error})")
+
+    def _say(self, name: str, message: str) -> None:
+        """A warning, once for each name."""
+        if name not in self._said:
+            self._said.add(name)
+            _print(f"warning: {message}")
 
     def write(self, step: int, record: dict[str, float | None]) -> None:
         """The record of this step to all places."""
         if not self.is_rank0:
             return
-        self._step_times.append(record["timing_s/step"])
-        with open(self.out_dir / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"step": step, **record}) + "\n")
-        if self._wandb is not None:
-            self._wandb.log(record, step=step)
-        print(self._console_line(step, record), flush=True)
-        for alarm in self._find_alarms(record):
-            if alarm.name not in self._alarms:
-                self._alarms.add(alarm.name)
-                print(f"warning: {alarm.message}", flush=True)
+        self._step_times.append(record.get("timing_s/step") or 0.0)
+        with self._going_on(self.out_dir / "metrics.jsonl"):
+            _append(self.out_dir / "metrics.jsonl", [{"step": step, **record}])
         is_last = step == self.num_steps - 1
-        if is_last and self._wandb is not None:
-            self._wandb.finish()
+        if self._wandb is not None:
+            self._write_to_wandb(step, record, is_last)
+        _print(self._console_line(step, record))
+        self._warn(record)
         every = self.config.plot_every
         if every and (is_last or step % every == every - 1):
-            plot(self.out_dir / "metrics.jsonl", self.out_dir / "curves.png")
+            self._plot(is_last)
+
+    def _write_to_wandb(self, step: int, record: dict, is_last: bool) -> None:
+        import wandb
+
+        try:
+            self._wandb.log(record, step=step)
+            if is_last:
+                self._wandb.finish()
+        except (wandb.Error, OSError) as error:
+            self._say("wandb", f"wandb does not take records ({error})")
+
+    def _plot(self, is_last: bool) -> None:
+        start = time.perf_counter()
+        if is_last or start - self._plotted_at >= 50 * self._plot_s:
+            with self._going_on(self.out_dir / "curves.png"):
+                plot(self.out_dir / "metrics.jsonl", self.out_dir / "curves.png")
+            self._plotted_at = time.perf_counter()
+            self._plot_s = self._plotted_at - start
 
     def _console_line(self, step: int, record: dict[str, float | None]) -> str:
         shown = [f"step {step + 1:>4}/{self.num_steps}"]
@@ -187,28 +217,44 @@ class Report:
         ):
             if record.get(name) is not None:
                 shown.append(f"{label} {record[name]:{form}}")
+        if len(shown) == 1:  # none of our names: the first few of the caller's
+            machine = ("timing_s/", "perf/", "memory/", "throughput/", "communication/")
+            others = [name for name in record if not name.startswith(machine)]
+            shown += [f"{name} {record[name]}" for name in others[:5]]
         recent = sorted(self._step_times[-20:])
-        median = recent[len(recent) // 2]
-        left_min = median * (self.num_steps - step - 1) / 60
-        shown.append(f"{record['timing_s/step']:.2f} s")
-        shown.append(f"left {left_min:.1f} min")
-        return "  ".join(shown)
+        left_min = recent[len(recent) // 2] * (self.num_steps - step - 1) / 60
+        return "  ".join([*shown, f"{self._step_times[-1]:.2f} s", f"left {left_min:.1f} min"])
 
-    def _find_alarms(self, record: dict[str, float | None]) -> Iterator[Alarm]:
-        kl = record.get("rollout_corr/kl", 0.0)
-        if kl > self.config.mismatch_alarm:
+    def _warn(self, record: dict[str, float | None]) -> None:
+        config = self.config
+        for name, value in record.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                self._say(f"finite {name}", f"{name} is {value}")
+        # Written so that NaN is an alarm too.
+        kl = record.get("rollout_corr/kl")
+        if kl is not None and not kl <= config.mismatch_alarm:
             what = f"sampler and trainer differ by {kl:.3f} nats per token"
-            yield Alarm("mismatch", f"{what}; run once with --verify-sync")
-        entropy = record.get("actor/entropy", math.inf)
-        if entropy < self.config.entropy_alarm:
+            self._say("mismatch", f"{what}; run once with --verify-sync")
+        entropy = record.get("actor/entropy")
+        if entropy is not None and not entropy >= config.entropy_alarm:
             what = f"entropy is down to {entropy:.4f} nats"
-            yield Alarm("entropy", f"{what}; try --loss.entropy-coef or more --loss.clip-high")
+            self._say("entropy", f"{what}; try --loss.entropy-coef or more --loss.clip-high")
         share = record.get("reward/frac_zero_std")
-        if share is not None:
-            self._steps_without_spread = self._steps_without_spread + 1 if share == 1.0 else 0
-        if self._steps_without_spread >= self.config.zero_std_alarm:
-            what = f"no group had any spread for {self._steps_without_spread} steps"
-            yield Alarm("spread", f"{what}: too easy, or too hard")
+        num_flat = self._count("spread", share, share == 1.0)
+        if num_flat >= config.zero_std_alarm:
+            what = f"no group had any spread for {num_flat} steps"
+            self._say("spread", f"{what}: too easy, or too hard")
+        norm = record.get("actor/grad_norm")
+        num_still = self._count("gradient", norm, norm == 0.0 and share != 1.0)
+        if num_still >= config.zero_std_alarm:
+            what = f"the policy has had no gradient for {num_still} steps"
+            self._say("gradient", f"{what}: are all responses masked or truncated?")
+
+    def _count(self, name: str, value: float | None, is_lacking: bool) -> int:
+        """Steps in a row that lack it; steps without a value do not count."""
+        if value is not None:
+            self._in_a_row[name] = self._in_a_row[name] + 1 if is_lacking else 0
+        return self._in_a_row[name]
 
     def write_samples(
         self,
@@ -217,43 +263,110 @@ class Report:
         decode: Callable[[Tensor], str],
         advantages: Tensor | None = None,
     ) -> None:
-        """Append a response of each of the first groups, with its advantage of [P, G], to
-        samples.jsonl.
-        """
+        """A response of each of the first groups, with its advantage of [P, G]."""
         if not self.is_rank0:
             return
-        with open(self.out_dir / "samples.jsonl", "a", encoding="utf-8") as file:
-            for i, group in enumerate(groups[: self.config.samples_per_step]):
-                sample = {
-                    "step": step,
-                    "prompt": group.prompt.text,
-                    "response": decode(group.rollouts[0].response_ids),
-                    "answer": group.prompt.answer,
-                    "reward": group.rewards[0],
-                }
-                if advantages is not None:
-                    sample["advantage"] = float(advantages[i, 0])
-                file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+        samples = []
+        for i, group in enumerate(groups[: self.config.samples_per_step]):
+            sample = {
+                "step": step,
+                "prompt": group.prompt.text,
+                "response": decode(group.rollouts[0].response_ids),
+                "answer": group.prompt.answer,
+                "reward": group.rewards[0],
+            }
+            if advantages is not None:
+                sample["advantage"] = float(advantages[i, 0])
+            samples.append(sample)
+        with self._going_on(self.out_dir / "samples.jsonl"):
+            _append(self.out_dir / "samples.jsonl", samples)
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError):  # the console may be a file on a full disk, or be gone
+        print(line, flush=True)
+
+
+def _start_wandb(project: str, name: str, settings: dict | None):
+    import wandb
+
+    try:
+        return wandb.init(project=project, name=name, config=settings)
+    except wandb.Error as error:
+        why = " ".join(str(error).split()) + "; run `wandb login`, or set WANDB_MODE=offline"
+        raise ValueError(f"--log.wandb-project {project}: {why}") from error
+
+
+def _append(file: Path, objects: list[dict]) -> None:
+    """A JSON line for each; all or none of them."""
+    lines = [json.dumps(_plain(x), ensure_ascii=False, default=str) + "\n" for x in objects]
+    # A lone surrogate, which UTF-8 does not have, becomes an escape that JSON has.
+    data = "".join(lines).encode("utf-8", errors="backslashreplace")
+    with open(file, "ab", buffering=0) as out:
+        size = out.tell()
+        try:
+            while data:
+                data = data[out.write(data) :]
+        except OSError:
+            out.truncate(size)
+            raise
+
+
+def _plain(x):
+    """x of what JSON has: lists in place of arrays, null in place of NaN and infinities."""
+    if hasattr(x, "tolist"):
+        x = x.tolist()
+    if isinstance(x, float):
+        return x if math.isfinite(x) else None
+    if isinstance(x, dict):
+        return {str(key): _plain(value) for key, value in x.items()}
+    return [_plain(value) for value in x] if isinstance(x, (list, tuple)) else x
 
 
 def _keep_before(file: Path, step: int) -> None:
-    """Keep the JSON lines whose "step" is below `step`; the last may have been cut by a crash."""
-    # Not splitlines(): a sample's text may hold other line breaks, such as U+2028.
-    *lines, _ = file.read_text(encoding="utf-8").split("\n") if file.exists() else [""]
-    kept = [line for line in lines if json.loads(line)["step"] < step]
-    file.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    """Leaves out the records from `step` on, and lines that are no JSON; step 0: a new file."""
+    if not file.exists() or not file.stat().st_size:
+        return
+    if step == 0:
+        aside = next(path for i in itertools.count(1) if not (path := Path(f"{file}.{i}")).exists())
+        file.rename(aside)
+        _print(f"note: {file} is of an earlier run; it is {aside} now")
+        return
+    data = file.read_bytes()
+    lines = data.split(b"\n")  # not splitlines(): a text may hold U+2028 and others
+    kept = b"".join(line + b"\n" for line in lines if _step(_parse(line)) < step)
+    if data.startswith(kept):
+        os.truncate(file, len(kept))  # needs no room
+    else:
+        part = Path(f"{file}.part")
+        part.write_bytes(kept)
+        part.rename(file)
+
+
+def _parse(line: bytes) -> dict | None:
+    """The JSON object of a line; None if it was torn."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # ValueError also if it is no UTF-8
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _step(record: dict | None) -> float:
+    """inf for what is no record; -inf for somebody else's, which stays."""
+    if record is None:
+        return math.inf
+    return record["step"] if isinstance(record.get("step"), int) else -math.inf
 
 
 def plot(metrics_file: Path, out_file: Path) -> None:
     """Draw the curves of a metrics.jsonl as one picture; nothing where matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not _is_installed("matplotlib"):
         return
-    import matplotlib
+    from matplotlib.figure import Figure  # not pyplot, which keeps figures and picks a window
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    records = [json.loads(line) for line in Path(metrics_file).read_text().splitlines()]
+    records = map(_parse, Path(metrics_file).read_bytes().split(b"\n"))
+    records = [record for record in records if math.isfinite(_step(record))]
     panels = [
         ("reward", ["reward/mean", "eval/reward"]),
         ("response length [tokens]", ["response_length/mean"]),
@@ -262,18 +375,26 @@ def plot(metrics_file: Path, out_file: Path) -> None:
         ("gradient norm", ["actor/grad_norm"]),
         ("tokens/s", ["throughput/tokens_per_sec"]),
     ]
-    figure, axes = plt.subplots(2, 3, figsize=(14, 7))
-    for axis, (title, names) in zip(axes.flat, panels, strict=True):
+    figure = Figure(figsize=(14, 7))
+    figure.suptitle(out_file.parent.name)
+    for axis, (title, names) in zip(figure.subplots(2, 3).flat, panels, strict=True):
         for name in names:
-            present = [record for record in records if record.get(name) is not None]
+            present = [record for record in records if _can_be_drawn(record.get(name))]
             steps = [record["step"] for record in present]
             values = [record[name] for record in present]
             if present:
                 axis.plot(steps, values, label=name, marker="." if len(steps) < 30 else "")
         axis.set(title=title, xlabel="step")
+        axis.ticklabel_format(useOffset=False)
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
         if axis.lines:
             axis.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(out_file, dpi=90)
-    plt.close(figure)
+    part = out_file.with_suffix(".part.png")
+    figure.savefig(part, dpi=90)
+    part.rename(out_file)
+
+
+def _can_be_drawn(x) -> bool:
+    return isinstance(x, (int, float)) and abs(x) < 1e30  # axes overflow above

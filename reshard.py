@@ -142,7 +142,8 @@ def _buckets(
     for name, p in parameters:
         if bucket and size + p.numel() * itemsize > limit:
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append((name, p))
         size += p.numel() * itemsize
     if bucket:

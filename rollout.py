@@ -17,11 +17,10 @@ States have one order, and no way round it:
   cache: cached keys belong to the old policy and would be reused without a word.
 Where sleep is off (CPU, --rollout.sleep-level 0) the states are the same and no memory moves.
 
-Shares. Each engine samples a contiguous share of the prompts. Each rank of its group then owns
-every T-th prompt of the share, with all its samples: a group is whole on one rank.
-
-Seeds follow from the caller's and the place of a sample. What comes back is token ids, each with
-its log-probability under the tempered distribution that it was drawn from.
+Each engine samples a contiguous share of the prompts; each rank of its group then owns every T-th
+prompt of the share, with all its samples: a group is whole on one rank. Seeds follow from the
+caller's and the place of a sample. What comes back is token ids, each with its log-probability
+under the tempered distribution that it was drawn from.
 
 What we give up: sampling while training; tools; top-p and top-k. They would cut the sampler's
 distribution, not the trainer's, and every ratio would be off by the mass that was cut.
@@ -31,11 +30,12 @@ Source: Sheng 2024 (HybridFlow, arXiv:2409.19256).
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -60,7 +60,7 @@ class RolloutConfig:
     kv_cache_gb: float = 0.0
     """KV cache in GiB; 0: what memory_fraction leaves (on CPU 0.25)."""
     sleep_level: Literal[0, 1, 2] = 2
-    """While training: 2 frees KV cache and weights, 1 keeps weights on the host, 0 frees nothing."""
+    """While training: 2 frees KV cache and weights, 1 keeps weights on the host, 0 frees none."""
     max_num_seqs: int = 0
     """Requests in flight per engine; 0: as many as a step samples, at most 1024."""
     max_num_batched_tokens: int = 0
@@ -72,20 +72,15 @@ class RolloutConfig:
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """fp8: twice the KV cache; needs the importance correction."""
     quantization: Literal["none", "fp8", "fp8_per_channel"] = "none"
-    """Engine weights in 8 bits, quantized anew at each sync; needs the importance correction. CPU:
-    fp8_per_channel.
-    """
+    """Engine weights in 8 bits; needs the importance correction. On a CPU: fp8_per_channel."""
     ignore_eos: bool = False
     """Sample max_response_tokens every time, for benchmarks."""
     top_p: float = 1.0
-    """Only 1: nucleus sampling would put the trainer's probabilities off by the mass that was cut.
-    """
+    """Only 1: nucleus sampling would put every ratio off by the mass that was cut."""
 
     @property
     def eight_bit(self) -> bool:
-        """The engine computes in 8 bits: it is another policy than the trainer's, by more than
-        rounding.
-        """
+        """The engine computes in 8 bits: it is another policy, by more than rounding."""
         return self.quantization != "none" or self.kv_cache_dtype != "auto"
 
     @property
@@ -151,37 +146,38 @@ def draw(
 ) -> dict[int, list[Rollout]]:
     """{position: rollouts} for the prompts that this rank owns. Collective.
 
-    prompts: objects with prompt_ids, text, answer and columns (data.Prompt), the same on all ranks.
-    A response goes to `scorer` (rewards.Scorer; None: to nobody) when it has ended, under its place
-    in the flat order of the result. A thread decodes and submits, beside the running engine.
+    prompts: data.Prompt, the same on all ranks. Each response goes to `scorer` (rewards.Scorer, or
+    None) when it has ended, under its place in the flat order of the result.
     """
-    ended: list[tuple[int, int, Rollout]] = []
+    special_ids = frozenset(tokenizer.all_special_ids)
 
-    def submit() -> None:
-        bunch = ended.copy()
-        del ended[: len(bunch)]
-        ids = [rollout.response_ids.tolist() for _, _, rollout in bunch]
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True) if bunch else []
-        for (index, position, rollout), text in zip(bunch, texts, strict=True):
-            prompt = prompts[position]
-            known = {"prompt": prompt.text, "response": text, "answer": prompt.answer}
-            known["truncated"] = rollout.truncated
-            scorer.submit(index, prompt.columns | known)
+    def submit(index: int, position: int, rollout: Rollout) -> None:
+        ids = rollout.response_ids.tolist()
+        if not rollout.truncated and ids[-1] in special_ids:
+            ids.pop()  # the end; other special tokens are content, such as <think>
+        prompt = prompts[position]
+        known = {
+            "prompt": prompt.text,
+            "response": tokenizer.decode(ids),
+            "answer": prompt.answer,
+            "truncated": rollout.truncated,
+        }
+        scorer.submit(index, prompt.columns | known)
 
-    with ThreadPoolExecutor(max_workers=1) as beside:
-        submissions = []
+    def later(*ended) -> None:
+        jobs.append(beside.submit(submit, *ended))
 
-        def on_finished(*response) -> None:
-            if scorer is not None:
-                ended.append(response)
-                submissions.append(beside.submit(submit))  # takes all that wait: many find nothing
-
-        ids = [prompt.prompt_ids for prompt in prompts]
+    jobs: list[Future] = []
+    with ThreadPoolExecutor(max_workers=1) as beside:  # the engine runs on while text is made
         drawn = engine.generate_share(
-            ids, num_samples, temperature=temperature, seed=seed, on_finished=on_finished
+            [prompt.prompt_ids for prompt in prompts],
+            num_samples,
+            temperature=temperature,
+            seed=seed,
+            on_finished=later if scorer is not None else None,
         )
-    for submission in submissions:
-        submission.result()  # raises what it raised
+    for job in jobs:
+        job.result()  # raises what it raised
     return drawn
 
 
@@ -200,9 +196,7 @@ def to_groups(
 def evaluate(
     engine: Engine, scorer, tokenizer, prompts: Sequence, num_samples: int, seed: int, meter
 ) -> None:
-    """Adds to `meter` (metrics.Metrics) the greedy reward, in all and per data set; and mean@k and
-    pass@k of k = num_samples samples, if it is not 0. Means over the prompts of all ranks.
-    """
+    """Adds to `meter` the greedy reward and, with num_samples k > 0, mean@k and pass@k."""
     for k, temperature in ((1, 0.0), (num_samples, None)):
         if k == 0:
             continue
@@ -238,10 +232,9 @@ class Engine:
         seed: int = 0,
     ):
         world = dist.get_world_size() if dist.is_initialized() else 1
-        own_samples = -(-num_samples * config.tensor_parallel_size // world)
-        has_half = torch.cuda.is_available() or config.quantization != "none"
+        is_half = torch.cuda.is_available() or config.quantization != "none"
         self.config = config
-        self.dtype = torch.bfloat16 if has_half else torch.float32
+        self.dtype = torch.bfloat16 if is_half else torch.float32
         self.max_model_len = max_prompt_tokens + config.max_response_tokens
         self.state: Literal["asleep", "weights", "ready"] = "asleep"
         # By hash of a prompt: the length of its response that ended last.
@@ -251,7 +244,7 @@ class Engine:
             config,
             dtype=self.dtype,
             max_model_len=self.max_model_len,
-            num_samples=own_samples,
+            num_samples=-(-num_samples * config.tensor_parallel_size // world),
             stop_ids=stop_ids,
             seed=seed,
         )
@@ -278,8 +271,7 @@ class Engine:
     def load_weights(self, buckets: Iterable[list[tuple[str, Tensor]]]) -> int:
         """Bytes taken from `buckets` of (checkpoint name, full tensor); leads to ready.
 
-        Collective, as far as making the buckets is. Raises RuntimeError if a parameter of the
-        engine got no tensor.
+        Collective, as far as making the buckets is. RuntimeError if a parameter got no tensor.
         """
         self._require("weights ready", "load_weights() needs `with engine.awake():` around it")
         sizes: list[int] = []
@@ -289,9 +281,8 @@ class Engine:
                 sizes.append(tensor.numel() * tensor.element_size())
                 yield name, tensor
 
-        missing = self.backend.load(stream())
-        if missing:
-            kept = f"{len(missing)} engine parameters as they were: {sorted(missing)[:4]}"
+        if missing := sorted(self.backend.load(stream())):
+            kept = f"{len(missing)} engine parameters as they were: {missing[:4]}"
             raise RuntimeError(f"weight sync left {kept}")
         if self.state == "weights":
             self.backend.wake_cache()
@@ -315,10 +306,8 @@ class Engine:
         while others still run.
         """
         self._require("ready", "generate() needs load_weights() first, inside `engine.awake()`")
-        if temperature is None:
-            temperature = self.config.temperature
-        if seed is None:
-            seed = int(torch.randint(1 << 31, ()))
+        temperature = self.config.temperature if temperature is None else temperature
+        seed = int(torch.randint(1 << 31, ())) if seed is None else seed
         rollouts: list[Rollout | None] = [None] * (len(prompts) * num_samples)
 
         def finish(index: int, response_ids: Tensor, logprobs: Tensor, truncated: bool) -> None:
@@ -352,14 +341,10 @@ class Engine:
         every T-th prompt. on_finished(index, position, rollout) is called as owned ones end; index
         counts in the result's flat order.
         """
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        if world > 1:
-            asked = [None] * world
-            mine = repr((prompts, num_samples, temperature, seed))
-            dist.all_gather_object(asked, mine)
-            if len(set(asked)) > 1:
-                raise RuntimeError("the ranks called generate_share() with different arguments")
+        has_ranks = dist.is_initialized()
+        rank, world = (dist.get_rank(), dist.get_world_size()) if has_ranks else (0, 1)
+        if not _agree(prompts, num_samples, temperature, seed):
+            raise RuntimeError("the ranks called generate_share() with different arguments")
         size = self.config.tensor_parallel_size
         num_engines = world // size
         number = rank // size
@@ -390,12 +375,10 @@ class Engine:
 
     def _submission_order(self, prompts: list[list[int]]) -> list[int]:
         """Indices of prompts by bins of expected response length, the bin of the longest first."""
-        # A prompt's last response predicts its next ones; for a new prompt its own length is the
-        # best guess at hand.
+        # A prompt's last response predicts its next ones; a new prompt's own length must do.
         known = self.expected_lengths
         expected = [known.get(hash(tuple(prompt)), len(prompt)) for prompt in prompts]
         by_length = sorted(range(len(prompts)), key=lambda p: -expected[p])
-        # One bin: the order they came in.
         size = -(-len(prompts) // max(1, self.config.length_bins))
         order = []
         for i in range(0, len(prompts), size):
@@ -405,3 +388,13 @@ class Engine:
     def _require(self, states: str, message: str) -> None:
         if self.state not in states.split():
             raise RuntimeError(f"{message} (the engine is {self.state})")
+
+
+def _agree(*values: object) -> bool:
+    """Whether all ranks have the same values; a hash travels, whatever the number of prompts."""
+    if not dist.is_initialized():
+        return True
+    mine = hashlib.sha256(repr(values).encode()).hexdigest()
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return len(set(everyone)) == 1

@@ -1,24 +1,22 @@
 """A run begins and ends: process group, command line, directory, refusals.
 
-The problem. Between a command and its first step much can go wrong that is the user's to mend, and
-the mending starts with the message. A traceback from eight ranks hides it; a setting of the wrong
-type is found an hour later; a second run writes over the first.
+The problem. Much of what goes wrong before the first step is the user's to mend, and that starts
+with the message. A traceback from eight ranks hides it; a setting of the wrong type is found an
+hour later; a second run writes over the first.
 
 How it works.
 1. `command_line` turns flags into one frozen dataclass. Its defaults are, in this order:
        --config FILE     the settings of an earlier run, from its config.json
        no --model        the built-in job's settings
        otherwise         the dataclass's own
-   Flags go over them. What comes from a file is checked as what comes from the command line is:
-   names, types, choices, ranges.
+   Flags go over them. A file's settings are checked as flags are: names, types, choices, ranges.
 2. `refusals` is the block in which bad input may show up. What is raised there for the user
    (ValueError, OSError) ends the job in one line, whichever rank meets it.
 3. `RunConfig.open` makes the run's directory and locks it for as long as the process lives. An
    earlier run of that name is kept under a number, unless it is resumed.
-4. An uncaught exception ends its rank at once. A normal exit would wait for collectives that
-   nobody joins any more. torchrun then ends the others.
+4. An uncaught exception ends its rank at once, without the clean-up that waits for collectives
+   which nobody joins any more. torchrun then ends the others.
 
-What we give up: settings that change during a run; YAML.
 Source: tyro for the command line; torchrun's environment variables for the process group.
 """
 
@@ -78,51 +76,54 @@ class RunConfig:
             return False
         return (step + 1) % self.save_every == 0 or step + 1 == num_steps
 
-    def open(self, settings: Any, *model_paths: str) -> None:
-        """Make the run's directory and write `settings` (a dataclass) to config.json, on rank 0.
+    def check(self, settings: Any, *model_paths: str) -> None:
+        """Refuse what open() could not do, before memory is taken. Nothing is written.
+
+        ValueError if a run of this name is at work, if a model lies in its directory, and for a
+        resume without a saved state or with settings that it cannot go on with.
+        """
+        for path in filter(None, model_paths):
+            if self.directory.resolve() in Path(path).resolve().parents:
+                where = "lies in the directory of this run"
+                raise ValueError(f"--model {path}: {where}; give another --name")
+        if self.resume:
+            self._check_resume(_to_json(settings))
+        if os.environ.get("RANK", "0") == "0" and (self.directory / "lock").exists():
+            os.close(self._lock())
+
+    def open(self, settings: Any) -> None:
+        """Make the run's directory, hold it, and write `settings` to config.json. Rank 0 alone.
 
         Nothing is overwritten: the directory of an earlier run of this name, unless resumed, gets
-        the next free number. Raises ValueError if that run is still at work, if one of the models
-        lies in its directory, for a resume without a saved state, and for one that cannot go on
-        from it.
+        the next free number.
         """
-        if dist.get_rank() != 0:
+        if os.environ.get("RANK", "0") != "0":
             return
-        for path in model_paths:
-            inside = self.directory.resolve() in Path(path).resolve().parents
-            if path and inside:
-                raise ValueError(
-                    f"--model {path}: lies in this run's directory; give another --name"
-                )
-        config_file = self.directory / "config.json"
-        known = json.loads(json.dumps(asdict(settings)))
-        known["run"]["resume"] = False  # --config of this file starts a new run
-        if self.resume:
-            self._check_resume(known)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock()
+        held = self._lock()
+        config_file = self.directory / "config.json"
         if not self.resume and config_file.exists():
             self._keep_earlier_run()
-            self._lock()
-        config_file.write_text(json.dumps(known, indent=2))
+            held = self._lock()
+        os.pwrite(held, f"{os.getpid()} on {os.uname().nodename}".ljust(99).encode(), 0)
+        config_file.write_text(json.dumps(_to_json(settings), indent=2))
 
     def _check_resume(self, known: dict[str, Any]) -> None:
         steps = saved_steps(self.directory)
         if not steps:
-            where = self.directory / "checkpoints"
-            advice = "leave it out, and set --save-every"
-            raise ValueError(f"--resume: there is no saved state in {where}; {advice}")
-        if steps[-1] > known["num_steps"]:
+            where = f"there is no saved state in {self.directory / 'checkpoints'}"
+            raise ValueError(f"--resume: {where}; leave it out, and set --save-every")
+        config_file = self.directory / "config.json"
+        if config_file.exists():
+            earlier = _flat(json.loads(config_file.read_text()))
+            now = _flat(known)
+            for flag in FIXED_ON_RESUME:
+                if earlier.get(flag) != now.get(flag):
+                    made = f"{self.directory} was made with {flag} {earlier.get(flag)}"
+                    raise ValueError(f"--resume: {made}; give the same")
+        if steps[-1] > known.get("num_steps", steps[-1]):
             has = f"{self.directory} has {steps[-1]} already; give more"
             raise ValueError(f"--num-steps {known['num_steps']}: {has}")
-        config_file = self.directory / "config.json"
-        if not config_file.exists():
-            return
-        earlier = _flat(json.loads(config_file.read_text()))
-        for flag, value in _flat(known).items():
-            if flag in FIXED_ON_RESUME and flag in earlier and earlier[flag] != value:
-                made = f"{self.directory} was made with {flag} {earlier[flag]}"
-                raise ValueError(f"--resume: {made}; give the same")
 
     def _keep_earlier_run(self) -> None:
         numbered = (Path(f"{self.directory}.{n}") for n in itertools.count(1))
@@ -131,8 +132,8 @@ class RunConfig:
         print(f"{self.directory}: the earlier run of this name is now {kept}", flush=True)
         self.directory.mkdir()
 
-    def _lock(self) -> None:
-        """Hold the directory until this process ends, however it ends."""
+    def _lock(self) -> int:
+        """Hold the directory until this process ends or closes the file, which is returned."""
         held = os.open(self.directory / "lock", os.O_CREAT | os.O_RDWR)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,7 +141,13 @@ class RunConfig:
             who = (self.directory / "lock").read_text().strip() or "?"
             at_work = f"process {who} is at work there; end it or give another one"
             raise ValueError(f"--name {self.name}: {at_work}") from error
-        os.pwrite(held, f"{os.getpid()} on {os.uname().nodename}".ljust(99).encode(), 0)
+        return held
+
+
+def _to_json(settings: Any) -> dict[str, Any]:
+    known = json.loads(json.dumps(asdict(settings)))
+    known.get("run", {}).update(resume=False)  # --config of this file starts a new run
+    return known
 
 
 # What a saved state follows from; a resumed run may change anything else.
@@ -162,11 +169,7 @@ def require(holds: object, flag: str, value: object, rule: str) -> None:
 
 
 def check(args: Any) -> None:
-    """The rules between settings of different groups that all scripts share.
-
-    args: an Args with num_steps, learning_rate, eval_every, eval_samples, eval_paths and the groups
-    batch, data, rollout and loss.
-    """
+    """The rules between settings of different groups that all scripts share; args: their Args."""
     require(args.num_steps >= 1, "--num-steps", args.num_steps, "at least 1; try 200")
     rate = args.learning_rate
     require(0 < rate < 1, "--learning-rate", rate, "above 0 and below 1; try 1e-6")
@@ -187,7 +190,7 @@ def check(args: Any) -> None:
 
 
 def longest(args: Any) -> int:
-    """Tokens of the longest sequence: a prompt with its response."""
+    """Tokens of a prompt with its response, at most."""
     return args.data.max_prompt_tokens + args.rollout.max_response_tokens
 
 
@@ -195,16 +198,14 @@ def print_plan(args: Any, datasets: Sequence, eval_sets: Sequence, **models: str
     """The arithmetic of a run as a table, on rank 0."""
     if dist.get_rank() != 0:
         return
-    num_prompts = sum(map(len, datasets))
-    num_evals = sum(map(len, eval_sets))
+    num_prompts, num_evals = (sum(map(len, sets)) for sets in (datasets, eval_sets))
     num_ranks = dist.get_world_size()
     num_engines = num_ranks // args.rollout.tensor_parallel_size
-    limits = args.data.max_prompt_tokens, args.rollout.max_response_tokens
     plan = {
         **models,
         "data": f"{num_prompts} prompts for {args.num_steps} steps, {num_evals} to evaluate",
         "ranks": f"{num_ranks}; {num_engines} {args.rollout.backend} engines",
-        "batch": args.batch.describe(*limits),
+        "batch": args.batch.describe(args.data.max_prompt_tokens, args.rollout.max_response_tokens),
     }
     for name, text in plan.items():
         print(f"{name:>8}  {text}", flush=True)
@@ -219,7 +220,7 @@ def refusals() -> Iterator[None]:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # Mostly the first rank of the host has met the same, and ends the job before this is
             # over: then its line is the only one.
-            time.sleep(2)
+            time.sleep(5)
         sys.exit(f"error: {' '.join(str(error).split())}")
 
 
@@ -266,10 +267,7 @@ def leave() -> None:
 
 
 def command_line(default: Any, built_in: Mapping[str, Any], description: str) -> Any:
-    """The settings by sys.argv, of the type of `default`; which defaults hold: module docstring.
-
-    A refused setting is one line "error: ..." and exit code 2.
-    """
+    """The settings by sys.argv over `default`; a refusal is one line and exit code 2."""
     import tyro
 
     argv = sys.argv[1:]
@@ -347,7 +345,7 @@ def from_json(default: Any, values: Mapping[str, Any], prefix: str = "--") -> An
     names = {field.name for field in fields(default)}
     known = {}
     for name, value in values.items():
-        flag = f"{prefix}{FLAGS.get(name, name).replace('_', '-')}"
+        flag = _flag(prefix, name)
         if name not in names:
             raise ValueError(f"{flag}: is no setting; written by another version?")
         old = getattr(default, name)
@@ -362,6 +360,10 @@ def from_json(default: Any, values: Mapping[str, Any], prefix: str = "--") -> An
 # Fields whose flag has another name.
 FLAGS = {"model_path": "model", "data_paths": "data", "eval_paths": "eval-data"}
 FLAGS |= {"reward_model_path": "reward-model"}
+
+
+def _flag(prefix: str, name: str) -> str:
+    return prefix + FLAGS.get(name, name.replace("_", "-"))
 
 
 def _typed(value: Any, kind: Any, flag: str) -> Any:
@@ -389,7 +391,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "--") -> dict[str, Any]:
     """{flag: value} of nested settings."""
     flat = {}
     for name, value in settings.items():
-        flag = f"{prefix}{FLAGS.get(name, name).replace('_', '-')}"
+        flag = _flag(prefix, name)
         if isinstance(value, Mapping):
             group = "--" if name in ("run", "batch") else f"{flag}."
             flat |= _flat(value, group)

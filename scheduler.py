@@ -45,8 +45,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OLDEST = (0, 26)
-NEWEST = (0, 32)
+TESTED = ((0, 26), (0, 32))  # the oldest and the newest vLLM
 TOKENS_AHEAD = 512  # a row's blocks are allocated for so many tokens at a time
 FREE_SHARE = 1 / 8  # of the places: with fewer free, those who wait for a place go on waiting
 
@@ -58,10 +57,10 @@ def closed_batch_scheduler() -> type | None:
 
     found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
     version = tuple(int(part) for part in found.groups()) if found else (0, 0)
-    if not OLDEST <= version <= NEWEST:
-        tested = "0.26 to 0.32"
+    oldest, newest = TESTED
+    if not oldest <= version <= newest:
         if os.environ.get("RANK", "0") == "0":
-            print(f"vLLM {vllm.__version__} keeps its own scheduler: ours is for {tested}")
+            print(f"vLLM {vllm.__version__} keeps its own scheduler: ours knows 0.26 to 0.32")
         return None
 
     class ClosedBatchScheduler(ClosedBatch, AsyncScheduler):
@@ -78,7 +77,7 @@ class Window:
         params = [r.sampling_params for r in requests]
         self.requests = requests
         self.row_of = {request.request_id: row for row, request in enumerate(requests)}
-        # Before step 0, the tokens in flight included.
+        # Before step 0, tokens in flight included.
         self.num_outputs = torch.tensor(num_outputs)
         self.num_computed = torch.tensor([r.num_computed_tokens for r in requests])
         self.num_left = torch.tensor(limits) - self.num_outputs  # steps, by the length limits
@@ -88,8 +87,7 @@ class Window:
         shape = max(0, int(self.num_left.max())), len(requests)
         self.ids = torch.empty(shape, dtype=torch.int32)
         self.logprobs = torch.empty(shape, dtype=torch.float32)
-        # Steps.
-        self.scheduled = 0
+        self.scheduled = 0  # steps, as the next two
         self.received = 0
         self.allocated = 0
         self.list_rows()
@@ -139,30 +137,22 @@ class ClosedBatch:
         self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self._withheld: list[tuple[int, Any]] = []  # (client, output) of windows that closed
         self._logprobs: dict[str, list[Tensor]] = {}
-        self._is_plain = not any(self._extras())
+        self._is_plain = not self._has_extras()
 
-    def _extras(self) -> list:
-        """What an engine may do that a window does not know. By getattr: not in all versions."""
+    def _has_extras(self) -> bool:
+        """The engine may do what a window does not know."""
         config = self.vllm_config
-        model = config.model_config
-        return [
-            config.speculative_config,
-            config.lora_config,
-            config.kv_transfer_config,
-            config.ec_transfer_config,
-            self.use_pp,
-            self.dcp_world_size > 1,
-            self.log_stats,
-            self.enable_kv_cache_events,
-            self.has_mamba_layers,
-            self.is_encoder_decoder,
-            self.num_sampled_tokens_per_step != 1,
-            self.defer_block_free,
-            self.finished_req_ids_dict is not None,
-            getattr(self, "aux_output_connector", None),
-            getattr(model, "enable_return_routed_experts", False),
-            getattr(model, "return_sampling_mask", False),
-        ]
+        names = ["use_pp", "log_stats", "enable_kv_cache_events", "has_mamba_layers"]
+        names += ["is_encoder_decoder", "defer_block_free"]
+        extras = [getattr(self, name) for name in names]
+        extras += [config.speculative_config, config.lora_config]
+        extras += [config.kv_transfer_config, config.ec_transfer_config]
+        # Not in all versions.
+        extras.append(getattr(self, "aux_output_connector", None))
+        extras.append(getattr(config.model_config, "enable_return_routed_experts", False))
+        extras.append(getattr(config.model_config, "return_sampling_mask", False))
+        is_single = self.dcp_world_size == 1 and self.num_sampled_tokens_per_step == 1
+        return any(extras) or not is_single or self.finished_req_ids_dict is not None
 
     def schedule(self, *args, **kwargs):
         """The next step's SchedulerOutput."""
@@ -332,8 +322,8 @@ class ClosedBatch:
                 trace_headers=request.trace_headers,
             )
             self._free_request(request)
-            client = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
-            client.outputs.append(output)
+            answers = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
+            answers.outputs.append(output)
         if outputs:
             self.running = [request for request in self.running if not request.is_finished()]
         return outputs

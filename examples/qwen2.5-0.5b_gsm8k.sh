@@ -10,7 +10,6 @@ bash launch.sh python -c 'import datasets
 datasets.load_dataset("openai/gsm8k", "main", split="test").to_json("gsm8k_test.jsonl")'
 bash launch.sh grpo.py --name qwen2.5-0.5b_gsm8k --data openai/gsm8k:main \
   --model Qwen/Qwen2.5-0.5B-Instruct \
-  --eval-data gsm8k_test.jsonl --eval-every 50 \
-  --data.max-prompt-tokens 384 --rollout.max-response-tokens 512 \
+  --eval-data gsm8k_test.jsonl --eval-every 50 --data.max-prompt-tokens 384 \
   --data.system-prompt 'Reason step by step. Put the final answer in \boxed{}.' \
-  --num-minibatches 2 --num-steps 300 --save-every 50 "$@"
+  --rollout.max-response-tokens 512 --num-minibatches 2 --num-steps 300 --save-every 50 "$@"

@@ -19,6 +19,7 @@ from advantages import (
     explained_variance,
     gae,
     group_advantages,
+    has_spread,
     overlong_penalty,
     token_rewards,
     whiten,
@@ -122,6 +123,108 @@ def test_the_batch_baseline_is_the_same_on_two_ranks_with_unequal_shares():
     for sizes in ([2, 1], [3, 0]):
         # The mean is rounded to fp32 at 1e4 on both sides alike.
         close(torch.cat(run_ranks(2, share, sizes)), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
+def test_close_rewards_keep_their_scale(baseline):
+    """verl#6348: a fast variance loses it. The deviation is 7.07e-6, epsilon 1e-6."""
+    found = group_advantages(torch.tensor([[1, 1.00001], [2, 2.00001]]), baseline=baseline)
+    size = 0.6196 if baseline == "group" else 2 * 0.6196
+    # In fp32 2.00001 - 2 is off by up to 1.2 %, 1.00001 - 1 by 0.6 %.
+    close(found, [[-size, size]] * 2, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("base", [0.0, 1e8, -1e12])
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch"])
+def test_rewards_that_differ_far_from_0_keep_their_differences(base, baseline):
+    """In fp32 1e8 and 1e8 + 1 are one number."""
+    rewards = base + torch.arange(4, dtype=torch.float64)[None]
+    found = group_advantages(rewards, baseline=baseline, scale_by_std=False)
+    size = 4 / 3 if baseline == "leave_one_out" else 1.0
+    close(found, [[-1.5 * size, -0.5 * size, 0.5 * size, 1.5 * size]])
+    assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch"])
+@pytest.mark.parametrize("bad", [1e39, -1e300, math.inf, math.nan])
+def test_a_reward_that_fp32_does_not_hold_is_refused(baseline, bad):
+    """Tencent-Hunyuan/UniRL#330, trl#5775: all siblings get NaN."""
+    rewards = torch.tensor([[1.0, 0.0], [bad, 0.0]], dtype=torch.float64)
+    with pytest.raises(ValueError, match="^rewards .*: must be finite in fp32"):
+        group_advantages(rewards, baseline=baseline)
+    assert (
+        group_advantages(rewards.clamp(-1e38, 1e38).nan_to_num(), baseline=baseline)
+        .isfinite()
+        .all()
+    )
+
+
+def spread_cases():
+    weights = (0.1, 0.2, 0.3)
+    both = (1, 1, 0), (0, 0, 1)
+    weighted = [sum(w * x for w, x in zip(weights, scores, strict=True)) for scores in both]
+    return [
+        (weighted, False),
+        ([0.1 + 0.2, 0.3], False),
+        ([0.1 + 0.2 - 0.3, 0.0], False),
+        ([1e9 * (0.1 + 0.2), 1e9 * 0.3, 3e8], False),
+        ([0.7] * 8, False),
+        ([0.0, 0.0], False),
+        ([5.0], False),
+        ([1.0, 1.0 + 1e-9], True),
+        ([1e8, 1e8 + 1], True),
+        ([0.0, 1e-9], True),
+        ([-1.0, 1.0, 0.0], True),
+    ]
+
+
+@pytest.mark.parametrize(("rewards", "expected"), spread_cases())
+def test_a_group_has_spread_exactly_when_it_has_advantages(rewards, expected):
+    """radixark/miles#701, verl#4598: groups whose rewards differ by rounding alone were kept, and
+    gave no gradient.
+    """
+    assert has_spread(rewards) is expected
+    for baseline in ("group", "leave_one_out") if len(rewards) > 1 else ():
+        for scale_by_std in (True, False):
+            found = group_advantages(
+                torch.tensor([rewards], dtype=torch.float64),
+                baseline=baseline,
+                scale_by_std=scale_by_std,
+            )
+            assert (found != 0).any().item() is expected
+
+
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch"])
+def test_integer_and_boolean_rewards_are_numbers(baseline):
+    """Cast back to integers, the batch's mean and deviation were 0 and the advantages 1000000."""
+    expected = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), baseline=baseline)
+    for rewards in (torch.tensor([[1, 0, 0, 1]]), torch.tensor([[True, False, False, True]])):
+        assert group_advantages(rewards, baseline=baseline).equal(expected)
+
+
+def test_integers_are_numbers_for_gae_whitening_and_explained_variance_too():
+    mask = torch.ones(3, dtype=torch.bool)
+    rewards = torch.tensor([0, 0, 1])
+    values = torch.tensor([0.25, 0.5, 0.75])
+    options = dict(gamma=1.0, lam=0.5)
+    cu_seqlens = torch.tensor([0, 3])
+    found = gae(rewards, values, mask, cu_seqlens, **options)
+    expected = gae(rewards.float(), values, mask, cu_seqlens, **options)
+    assert all(x.equal(y) for x, y in zip(found, expected, strict=True))
+    assert whiten(rewards, mask).equal(whiten(rewards.float(), mask))
+    assert explained_variance(torch.zeros(3, dtype=torch.int64), rewards, mask) == 0.0
+
+
+def test_a_misspelt_baseline_and_rewards_without_groups_are_refused():
+    """scaleapi/vero#22, #18: a word that is none fell into the last branch."""
+    rule = "must be group, leave_one_out or batch"
+    for word in ("rloo", "loo", "Group", None):
+        with pytest.raises(ValueError, match=f"^baseline {word}: {rule}"):
+            group_advantages(EASY_AND_HARD, baseline=word)
+        with pytest.raises(ValueError, match=f"^--advantage.baseline {word}: {rule}"):
+            AdvantageConfig(baseline=word)
+    with pytest.raises(ValueError, match=r"^rewards \[4\]: must be \[P, G\]"):
+        group_advantages(EASY_AND_HARD[0])
 
 
 def test_whitening_over_two_ranks_equals_one_rank_and_ignores_masked_entries():
@@ -429,8 +532,10 @@ def test_settings_without_meaning_are_refused():
     for setting, flag in (
         (dict(overlong_buffer=-1), "--advantage.overlong-buffer -1"),
         (dict(overlong_weight=-0.5), "--advantage.overlong-weight -0.5"),
+        (dict(overlong_weight=math.nan), "--advantage.overlong-weight nan"),
+        (dict(overlong_weight=math.inf), "--advantage.overlong-weight inf"),
     ):
-        with pytest.raises(ValueError, match=f"^{flag}: must be at least 0"):
+        with pytest.raises(ValueError, match=f"^{flag}: must be finite and at least 0"):
             AdvantageConfig(**setting)
 
 
@@ -439,9 +544,9 @@ def test_settings_without_meaning_are_refused():
     [
         (dict(gamma=1.1), "--gae.gamma 1.1: must be in"),
         (dict(gae_lambda=math.nan), "--gae.gae-lambda nan: must be in"),
-        (dict(kl_coef=-0.1), "--gae.kl-coef -0.1: must be at least 0"),
+        (dict(kl_coef=-0.1), "--gae.kl-coef -0.1: must be finite and at least 0"),
         (dict(kl_target=0.1), "--gae.kl-coef 0.0: must be above 0 with --gae.kl-target"),
-        (dict(kl_coef=0.1, kl_target=-1), "--gae.kl-target -1: must be at least 0"),
+        (dict(kl_coef=0.1, kl_target=-1), "--gae.kl-target -1: must be finite and at least 0"),
         (dict(kl_horizon=0), "--gae.kl-horizon 0: must be at least 1"),
     ],
 )

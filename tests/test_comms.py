@@ -158,6 +158,39 @@ def test_block_sizes_must_be_powers_of_two_from_16_on(block_size):
         quantize_blockwise(torch.zeros(10), block_size)
 
 
+def test_a_misspelt_rounding_is_refused():
+    """Not taken for the default, which is another algorithm."""
+
+    def reduce():
+        x = torch.zeros(4)
+        for call in (
+            lambda: quantize_blockwise(x, rounding="floor"),
+            lambda: quantized_reduce_scatter(x[:2], x, rounding="Nearest"),
+            lambda: quantized_all_reduce(x, rounding=True),
+            lambda: quantize_gradients(sharded_model((2,), "mean"), rounding="stochastically"),
+        ):
+            with pytest.raises(ValueError, match="rounding .*: nearest or stochastic"):
+                call()
+
+    run_ranks(2, reduce)
+
+
+@pytest.mark.parametrize("num_scales", [0, 1, 3])
+def test_scales_that_do_not_fit_the_codes_are_refused(num_scales):
+    """A kernel would read beyond them."""
+    with pytest.raises(ValueError, match=f"scales \\({num_scales},\\): one for each block of 256"):
+        dequantize_blockwise(torch.zeros(300, dtype=torch.int8), torch.ones(num_scales))
+
+
+def test_tensors_with_gaps_give_what_their_copies_give():
+    x = torch.randn(600, 2)
+    for strided in (x[:, 0], x[::2], x.T):
+        codes, scales = quantize_blockwise(strided)
+        assert all(map(torch.equal, (codes, scales), quantize_blockwise(strided.clone())))
+        gaps = torch.stack([codes, codes], 1)[:, 0], torch.stack([scales, scales], 1)[:, 0]
+        assert torch.equal(dequantize_blockwise(*gaps), dequantize_blockwise(codes, scales))
+
+
 def test_the_gpu_kernels_give_the_codes_of_the_plain_functions():
     """Run by Triton's interpreter, which is switched on when Triton is imported: in a process of
     its own.
@@ -207,6 +240,7 @@ def compare_kernels() -> None:
             torch.testing.assert_close(
                 messages[True].total, messages[False].total, rtol=1e-2, atol=0
             )
+    test_tensors_with_gaps_give_what_their_copies_give()
     x = torch.randn(1024)
     x[10], x[300] = float("nan"), float("inf")
     codes, scales = quantize_blockwise(x)
@@ -416,6 +450,49 @@ def test_with_error_feedback_the_sum_of_many_equal_reductions_is_exact(world_siz
         assert with_feedback < 0.0002
 
 
+def test_error_feedback_is_added_before_16_bits_round_it_away():
+    """1 + 2^-10 is 1 in bf16."""
+
+    def reduce():
+        sent = []
+        scatter = comms._scatter
+        with patch.object(comms, "_scatter", lambda x, *a: sent.append(x) or scatter(x, *a)):
+            residual = torch.full((256,), 2**-10)
+            quantized_all_reduce(torch.ones(256, dtype=torch.bfloat16), residual=residual)
+        return sent[0].unique().tolist()
+
+    assert run_ranks(2, reduce) == [[1 + 2**-10]] * 2
+
+
+def test_sizes_and_layouts_that_do_not_fit_are_refused_on_any_number_of_ranks():
+    """Else missing values are taken for zeros, and surplus ones are dropped."""
+
+    def reduce():
+        num_ranks = dist.get_world_size()
+        x = torch.zeros(4 * num_ranks)
+        rule = f"^output of . values: contiguous, and one in {num_ranks} of input's {len(x)}"
+        for output in (torch.zeros(3), torch.zeros(5), torch.zeros(8)[::2]):
+            with pytest.raises(ValueError, match=rule):
+                quantized_reduce_scatter(output, x)
+        with pytest.raises(ValueError, match="^x: must be contiguous"):
+            quantized_all_reduce(torch.zeros(8)[::2])
+        output = torch.zeros(2, 2)
+        quantized_reduce_scatter(output, torch.ones(2, 2 * num_ranks).T)
+        assert (output - num_ranks).abs().max() < 1e-6
+
+    run_ranks(1, reduce)
+    run_ranks(2, reduce)
+
+
+@pytest.mark.parametrize("residual", [torch.zeros(7), torch.zeros(8, dtype=torch.bfloat16)])
+def test_a_residual_that_does_not_fit_is_refused(residual):
+    def reduce():
+        with pytest.raises(ValueError, match=r"residual: must be fp32 of shape \(8,\)"):
+            quantized_all_reduce(torch.zeros(2, 4), residual=residual)
+
+    run_ranks(2, reduce)
+
+
 def test_error_feedback_forgets_a_nan():
     def reduce():
         residual = torch.zeros(1000)
@@ -569,6 +646,65 @@ def test_replicas_end_with_the_same_bits():
             assert torch.equal(*both)
 
     run_ranks(4, compare)
+
+
+def test_stochastic_rounding_reaches_the_reduce_scatter():
+    """Two reductions of equal gradients differ."""
+
+    def compare():
+        model = sharded_model((2,), "mean")
+        quantize_gradients(model, rounding="stochastic")
+        first, second = (flat(gradients(model, accumulate=True)) for _ in range(2))
+        return torch.equal(first, second)
+
+    assert run_ranks(2, compare) == [False, False]
+
+
+@pytest.mark.parametrize("name", ["dp", "x"])
+def test_the_mesh_may_have_any_names(name):
+    def compare():
+        found = []
+        for is_quantized in (False, True):
+            torch.manual_seed(0)
+            model = Model()
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(name, name + "_shard"))
+            for module in (*model.layers, model):
+                fully_shard(module, mesh=mesh)
+            if is_quantized:
+                quantize_gradients(model)
+            found.append(flat(gradients(model, accumulate=False)))
+        return F.cosine_similarity(*found, dim=0).item()
+
+    assert min(run_ranks(4, compare)) > 0.999
+
+
+def test_a_second_call_takes_the_place_of_the_first_on_all_axes():
+    """A cell that is run twice, with other options the second time."""
+
+    def compare():
+        def reduced(*calls):
+            model = sharded_model((2, 2), "mean")
+            for options in calls:
+                quantize_gradients(model, **options)
+            return flat(gradients(model, accumulate=False))
+
+        once, other = reduced({}), reduced({"block_size": 16})
+        assert torch.equal(reduced({}, {}), once)
+        assert torch.equal(reduced({}, {"block_size": 16}), other)
+        assert not torch.equal(once, other)
+
+    run_ranks(4, compare)
+
+
+def test_a_call_that_is_refused_changes_nothing():
+    def compare():
+        model = sharded_model((2, 1), "mean")
+        before = flat(gradients(model, accumulate=False))
+        with pytest.raises(ValueError):
+            quantize_gradients(model, exclude=["*nrom*"])
+        return torch.equal(flat(gradients(model, accumulate=False)), before)
+
+    assert run_ranks(2, compare) == [True, True]
 
 
 def train(mesh_shape: tuple[int, ...], num_steps: int, **options) -> list[float]:

@@ -7,6 +7,9 @@ import os
 import pickle
 import signal
 import tempfile
+import time
+import warnings
+import weakref
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -222,6 +225,12 @@ def test_a_larger_batch_gets_a_larger_segment_and_a_smaller_one_reuses_it():
         ([{"x": torch.arange(3)}, {"y": torch.arange(3)}], [0, 0], "the same keys"),
         ([{"x": torch.arange(3)}, {"x": torch.zeros(3)}], [0, 0], "one dtype"),
         ([{}, {}], [0, 0], "at least one"),
+        ([torch.arange(3)], [0], "at least one"),
+        ([{"x": torch.arange(3)}, None], [0, 0], "at least one"),
+        ([{"id": "a"}], [0], "'id' must be a name with a tensor"),
+        ([{1: torch.arange(3)}], [0], "1 must be a name with a tensor"),
+        ([{"x": torch.arange(3)}], ["a"], "destination a is no rank"),
+        ([{"x": torch.arange(3)}], [0.5], "destination 0.5 is no rank"),
         ([{"x": torch.zeros(3, 2)}], [0], "1-D"),
         ([{"x": torch.zeros(3, device="meta")}], [0], "on the CPU"),
     ],
@@ -229,6 +238,124 @@ def test_a_larger_batch_gets_a_larger_segment_and_a_smaller_one_reuses_it():
 def test_invalid_sequences_are_refused(sequences, destination, message):
     with pytest.raises(ValueError, match=message):
         exchange(sequences, destination)
+
+
+@pytest.mark.parametrize(
+    "sequences, destination, message",
+    [
+        ([{"x": torch.arange(3)}], [3], "destination 3 is no rank"),
+        ([{"x": "text"}], [0], "'x' must be a name with a tensor"),
+        (["text"], [0], "at least one"),
+    ],
+)
+def test_what_one_rank_refuses_ends_the_exchange_on_all_and_the_next_one_works(
+    sequences, destination, message
+):
+    """Else the others would wait for it until the timeout, or be one exchange behind for ever."""
+
+    def swap():
+        rank = dist.get_rank()
+        right = [{"x": torch.tensor([rank])}], [(rank + 1) % 3]
+        expected = message if rank == 1 else "rank 1 of the group has wrong sequences"
+        with pytest.raises(ValueError, match=expected):
+            exchange(*(sequences, destination) if rank == 1 else right)
+        return exchange(*right)[0]["x"].item()
+
+    assert run_ranks(3, swap) == [2, 0, 1]
+
+
+def test_destinations_may_be_a_tensor():
+    def swap():
+        return exchange([{"x": torch.tensor([7])}], torch.tensor([1 - dist.get_rank()]))
+
+    assert [received[0]["x"].item() for received in run_ranks(2, swap)] == [7, 7]
+
+
+def test_a_rank_outside_the_group_is_told():
+    def swap():
+        group = dist.new_group([1])
+        if dist.get_rank() == 0:
+            with pytest.raises(ValueError, match="this rank is not in the group"):
+                exchange([], [], group)
+
+    run_ranks(2, swap)
+
+
+def test_a_group_without_a_backend_for_the_cpu_is_told():
+    def swap():
+        with (
+            patch.object(dist, "get_backend_config", lambda group: "cuda:nccl"),
+            pytest.raises(ValueError, match=r"\(cuda:nccl\) can't send CPU tensors: use init_pro"),
+        ):
+            exchange([], [])
+
+    run_ranks(2, swap)
+
+
+def test_ranks_of_several_hosts_do_not_try_to_share_memory():
+    """On one host both roads give the same."""
+
+    def swap():
+        exchange_module._host_key = dist.get_rank
+        refuse = Mock(side_effect=AssertionError("shared memory"))
+        with patch.object(exchange_module, "_swap_in_segment", refuse):
+            return exchange([{"x": torch.tensor([7])}], [1 - dist.get_rank()])[0]["x"].item()
+
+    assert run_ranks(2, swap) == [7, 7]
+
+
+@pytest.mark.parametrize("fails", ["to make", "to open"])
+def test_ranks_that_cannot_share_memory_use_the_network_from_then_on(fails, tmp_path):
+    """No /dev/shm, or a container that does not let a process look at another's files."""
+
+    def swap():
+        rank = dist.get_rank()
+        if fails == "to make":
+            exchange_module.SHARED_MEMORY = str(tmp_path / "missing")
+        elif rank == 1:
+            exchange_module.mmap = Mock(mmap=Mock(side_effect=PermissionError))
+        real = exchange_module._new_segment
+        tried = []
+        exchange_module._new_segment = lambda *args: tried.append(1) or real(*args)
+        found = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for value in range(3):
+                sent = [{"x": torch.tensor([value])}]
+                found.append(exchange(sent, [1 - rank])[0]["x"].item())
+        assert [str(w.message) for w in caught if "can't share memory" in str(w.message)] == [
+            "exchange: ranks of this host can't share memory: slower"
+        ]
+        return found, len(tried)
+
+    assert run_ranks(2, swap) == [([0, 1, 2], 1)] * 2
+
+
+def test_the_old_segment_is_gone_on_all_ranks_before_room_is_looked_for(tmp_path):
+    """Its pages are room for the new one."""
+
+    class Slow(weakref.WeakKeyDictionary):
+        def pop(self, *args):
+            time.sleep(0.5)
+            super().pop(*args)
+            (tmp_path / "gone").touch()
+
+    def swap():
+        peer = 1 - dist.get_rank()
+        exchange([{"x": torch.arange(9)}], [peer])
+        statvfs = os.statvfs
+
+        def look(path):
+            assert (tmp_path / "gone").exists()
+            return statvfs(path)
+
+        if dist.get_rank() == 0:
+            os.statvfs = look
+        else:
+            exchange_module._segments = Slow(exchange_module._segments)
+        return len(exchange([{"x": torch.arange(90)}], [peer])[0]["x"])
+
+    assert run_ranks(2, swap) == [90, 90]
 
 
 def test_ranks_with_different_fields_are_all_told():

@@ -16,9 +16,20 @@ ENTRIES = {"grpo", "ppo", "hybrid"}
 ALGORITHM = {"data", "advantages", "packing", "losses", "logprobs"}
 MACHINE = {"model", "attention", "lora", "rollout", "vllm_backend", "hf_backend", "scheduler"}
 MACHINE |= {"reshard", "comms", "exchange", "offload"}
-RUN = {"run", "hub", "rewards", "answers", "checkpoint", "metrics", "report", "autotune", "check"}
+RUN = {
+    "run",
+    "hub",
+    "rewards",
+    "answers",
+    "expressions",
+    "checkpoint",
+    "metrics",
+    "report",
+    "autotune",
+    "check",
+}
 MECHANISMS = ALGORITHM | MACHINE | RUN
-STANDARD_LIBRARY_ALONE = {"data", "rewards", "answers"}
+STANDARD_LIBRARY_ALONE = {"data", "rewards", "answers", "expressions"}
 OTHER_FILES = {
     "launch.sh",
     "README.md",

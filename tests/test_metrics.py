@@ -2,6 +2,8 @@
 
 import math
 import resource
+import sys
+import threading
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import metrics as metrics_module
-from metrics import Metrics, measure_bandwidth, model_flops, total
+from metrics import Metrics, measure_bandwidth, total
 
 
 def test_means_over_ranks_are_weighted_and_divided_once():
@@ -229,50 +231,132 @@ def test_all_throughput_signals_are_in_every_record_null_where_there_is_nothing_
         )
 
 
-def test_model_flops_are_6_per_parameter_and_token_and_6_per_layer_width_and_token_pair():
-    """PaLM, appendix B, halved since attention is causal: 12 L D T per token becomes 6 L D T."""
-    assert model_flops(1000, 2, 16, []) == 0
-    assert model_flops(1000, 2, 16, [10]) == 6 * 1000 * 10 + 6 * 2 * 16 * 100
-    assert model_flops(1000, 2, 16, [10, 3]) == 6 * 1000 * 13 + 6 * 2 * 16 * (100 + 9)
+def llama(**changes):
+    """2 layers of width 16, 4 heads of 8, 50 words: 16 x 50 = 800 weights in embedding and head."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, vocab_size=50)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **changes))
 
 
-class Layout(torch.nn.Module):
-    """A model of 10 parameters, 2 layers of width 16."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(10))
-        text = SimpleNamespace(num_hidden_layers=2, hidden_size=16)
-        self.config = SimpleNamespace(get_text_config=lambda: text)
+# q, k, v, o of 4 heads, 2 for keys and values; gate, up, down; two norms; and the norm at the end.
+LLAMA_BODY = 2 * (16 * 8 * (4 + 2 + 2 + 4) + 3 * 16 * 24 + 2 * 16) + 16
 
 
-def test_the_layout_gives_efficiency_and_utilisation_of_the_flops_over_all_ranks(monkeypatch):
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_pass_costs_6_per_weight_and_token_the_head_where_it_is_applied_the_embedding_nothing(
+    tied,
+):
+    """PaLM, appendix B, halved since attention is causal: 12 L D T per token becomes 6 L D T. D is
+    the width of all heads, 32 here, not that of the model.
+    """
+    cost = metrics_module.pass_cost(llama(tie_word_embeddings=tied))
+    assert cost == (6 * LLAMA_BODY, 6 * 800, 6 * 2 * 32)
+
+
+def test_frozen_weights_have_no_gradient_to_compute():
+    model = llama(tie_word_embeddings=False)
+    model.model.requires_grad_(False)
+    assert metrics_module.pass_cost(model) == (4 * LLAMA_BODY, 6 * 800, 6 * 2 * 32)
+
+
+def test_a_critic_has_no_head_beside_its_own_weights():
+    from transformers import LlamaConfig, LlamaForTokenClassification
+
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, vocab_size=50)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    critic = LlamaForTokenClassification(LlamaConfig(**sizes, **heads, num_labels=1))
+    assert metrics_module.pass_cost(critic) == (6 * (LLAMA_BODY + 17), 0, 6 * 2 * 32)
+
+
+def packed_row(*lengths, num_response_tokens=0):
+    """What metrics reads of a row; without lengths it is filler, one token of nobody."""
+    ends = torch.tensor([0, *(lengths or (1,))], dtype=torch.int32).cumsum(0)
+    return SimpleNamespace(
+        tokens=torch.zeros(int(ends[-1])),
+        cu_seqlens=ends,
+        source=tuple(range(len(lengths))),
+        num_response_tokens=num_response_tokens,
+    )
+
+
+def test_the_layout_gives_efficiency_over_all_ranks():
+    def on_a_rank():
+        metrics = Metrics()
+        full, empty = [[packed_row(6)], [packed_row(14)]], [[packed_row()], [packed_row()]]
+        metrics.add_layout(full if dist.get_rank() == 0 else empty, 8)
+        return metrics.reduce()
+
+    for record in run_ranks(2, on_a_rank):
+        assert record["packing/efficiency"] == pytest.approx((6 + 14) / (8 + 14 + 8 + 8))
+
+
+def test_utilisation_counts_the_passes_that_ran_on_all_ranks(monkeypatch):
+    """Not the passes that were planned: an early stop of the update leaves most of them out. Not
+    filler rows either, which only keep ranks in step.
+    """
     monkeypatch.setattr(metrics_module, "peak_flops", lambda: 1e6)
-    row = SimpleNamespace(tokens=torch.zeros(6), source=(0,))
-    long = SimpleNamespace(tokens=torch.zeros(14), source=(1,))
-    empty = SimpleNamespace(tokens=torch.zeros(1), source=())
+    model = llama()
+
+    def on_a_rank(passes):
+        clock = Clock()
+        metrics = Metrics()
+        for row in passes[dist.get_rank()]:
+            metrics.add_pass(model, row)
+        clock.now += 4.0
+        return metrics.reduce()["perf/mfu"]
+
+    two = packed_row(6, 3, num_response_tokens=5)
+    one = packed_row(14, num_response_tokens=2)
+    body, head, pair = 6 * LLAMA_BODY, 6 * 800, 6 * 2 * 32
+    flops = 2 * (9 * body + 5 * head + (36 + 9) * pair) + 14 * body + 2 * head + 14 * 14 * pair
+    expected = flops / 4.0 / 1e6 / 2
+    assert (
+        run_ranks(2, on_a_rank, [[two, two], [one, packed_row()]])
+        == [pytest.approx(expected, rel=1e-12)] * 2
+    )
+
+
+def test_steps_that_reuse_rollouts_share_their_tokens():
+    """Tokens over the time since the step that sampled them began; other figures are the step's."""
 
     def on_a_rank():
         clock = Clock()
         metrics = Metrics()
-        if dist.get_rank() == 0:
-            sequences, rows = [{"tokens": torch.zeros(6)}], [[row], [long]]
-        else:
-            sequences, rows = [{"tokens": torch.zeros(14)}], [[empty], [empty]]
-        metrics.add_layout([Layout()], sequences, rows, 8, 3)
-        clock.now += 4.0
+        found = []
+        for step, seconds in enumerate((2.0, 3.0, 4.0, 1.0)):
+            if step % 2 == 0:
+                metrics.add_group("x", [0.0], [rollout(4, 6 + step)])
+            clock.now += seconds
+            record = metrics.reduce()
+            found.append((record["throughput/tokens_per_sec"], record["timing_s/step"]))
+        return found
+
+    expected = [(20 / 2, 2.0), (20 / 5, 3.0), (24 / 4, 4.0), (24 / 5, 1.0)]
+    assert run_ranks(2, on_a_rank) == [expected] * 2
+
+
+def test_a_step_without_any_rollout_before_it_has_no_tokens_per_second():
+    assert "throughput/tokens_per_sec" not in Metrics().reduce()
+
+
+def test_all_ranks_have_the_same_record():
+    def on_a_rank():
+        clock = Clock()
+        metrics = Metrics()
+        metrics.add_group("x", [0.0], [rollout(4, 6)])
+        clock.now += 1.0 + dist.get_rank()
         return metrics.reduce()
 
-    flops = 3 * (model_flops(10, 2, 16, [6]) + model_flops(10, 2, 16, [14]))
-    for record in run_ranks(2, on_a_rank):
-        assert record["packing/efficiency"] == pytest.approx((6 + 14) / (8 + 14 + 8 + 8))
-        assert record["perf/mfu"] == pytest.approx(flops / 4.0 / 1e6 / 2)
+    first, second = run_ranks(2, on_a_rank)
+    assert first == second and first["throughput/tokens_per_sec"] == 20 / 1.5
 
 
 def test_without_a_known_device_there_is_no_utilisation(monkeypatch):
     monkeypatch.setattr(metrics_module, "peak_flops", lambda: None)
     metrics = Metrics()
-    metrics.add_layout([Layout()], [{"tokens": torch.zeros(6)}], [], 8, 1)
+    metrics.add_pass(llama(), packed_row(6))
     assert metrics.reduce()["perf/mfu"] is None
 
 
@@ -281,6 +365,7 @@ def test_without_a_known_device_there_is_no_utilisation(monkeypatch):
     [
         ("NVIDIA H200", 989e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H20", 148e12),
         ("NVIDIA GeForce", None),
     ],
@@ -314,6 +399,217 @@ def test_numbers_that_are_not_finite_stay_visible():
     metrics.update({"bad": float("nan"), "worse": math.inf})
     record = metrics.reduce()
     assert math.isnan(record["bad"]) and record["worse"] == math.inf
+
+
+@pytest.mark.parametrize("reduction", ["max", "min"])
+@pytest.mark.parametrize("make", [float, torch.tensor], ids=["float", "tensor"])
+def test_nan_is_not_hidden_by_a_maximum_wherever_it_stands(make, reduction):
+    """max(1, nan) is 1 and max(nan, 1) is nan."""
+
+    def on_a_rank(values):
+        metrics = Metrics()
+        for value in values[dist.get_rank()]:
+            metrics.add("x", make(value), reduction=reduction)
+        return metrics.reduce()["x"]
+
+    nan = math.nan
+    for values in ([[1.0, nan, 2.0], [3.0]], [[nan, 1.0], [3.0]], [[3.0], [nan]], [[nan], [3.0]]):
+        assert all(math.isnan(x) for x in run_ranks(2, on_a_rank, values))
+
+
+def test_a_maximum_takes_floats_and_tensors_in_any_order():
+    metrics = Metrics()
+    for name, values in (("a", (1.0, torch.tensor(2.0))), ("b", (torch.tensor(1.0), 2.0))):
+        for value in values:
+            metrics.add(name, value, reduction="max")
+            metrics.add(name + " least", value, reduction="min")
+    record = metrics.reduce()
+    assert [record[name] for name in ("a", "b", "a least", "b least")] == [2.0, 2.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "max"])
+def test_what_the_caller_writes_to_its_tensor_afterwards_does_not_count(reduction):
+    metrics = Metrics()
+    x = torch.tensor(2.0)
+    metrics.add("x", x, reduction=reduction)
+    x += 100
+    assert metrics.reduce()["x"] == 2.0
+    assert total(x) == 102.0 and x == 102.0
+
+
+def test_sums_of_16_bit_values_do_not_stand_still():
+    """In bf16 256 + 1 is 256."""
+    metrics = Metrics()
+    for _ in range(1000):
+        metrics.add("sum", torch.tensor(1.0, dtype=torch.bfloat16), reduction="sum")
+        metrics.add("mean", torch.tensor(0.75, dtype=torch.bfloat16), weight=3)
+    record = metrics.reduce()
+    assert (record["sum"], record["mean"]) == (1000.0, 0.75)
+
+
+@pytest.mark.parametrize(
+    "rewards, is_flat",
+    [
+        ([0.1 + 0.2, 0.3], True),  # sums in another order
+        ([0.3, 0.1 + 0.2, 0.3], True),
+        ([1e8 + 1, 1e8], False),  # one number in fp32
+        ([1e8 * (0.1 + 0.2), 1e8 * 0.3], True),
+        ([0.3, 0.3, 0.3000001], False),
+        ([0.0, -1e-9], False),
+        ([-2.0, -2.0], True),
+    ],
+)
+def test_a_group_is_flat_exactly_where_its_advantages_are_0(rewards, is_flat):
+    """radixark/miles#701, verl#4598: groups whose rewards differ by rounding only."""
+    metrics = Metrics()
+    metrics.add_group("x", rewards, [rollout(1, 2)] * len(rewards))
+    assert metrics.reduce()["reward/frac_zero_std"] == (1.0 if is_flat else 0.0)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_after_an_exception_time_is_booked_where_it_is_spent(error, monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(
+        metrics_module, "time", SimpleNamespace(perf_counter=lambda: clock.now), raising=True
+    )
+    metrics = Metrics()
+    with pytest.raises(error), metrics.timer("rollout"), metrics.timer("reward"):
+        clock.now += 1.0
+        raise error
+    clock.now += 5.0
+    with metrics.timer("update"):
+        clock.now += 2.0
+    record = metrics.reduce()
+    times = {name: x for name, x in record.items() if name.startswith("timing_s/")}
+    assert times == {
+        "timing_s/other": 5.0,
+        "timing_s/rollout": 0.0,
+        "timing_s/reward": 1.0,
+        "timing_s/update": 2.0,
+        "timing_s/step": 8.0,
+    }
+
+
+def test_an_exception_in_a_timer_does_not_wait_for_the_device(monkeypatch):
+    """What the device waits for, a collective of a rank that has failed, may never come."""
+    waits = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+    monkeypatch.setattr(metrics_module._DeviceSampler, "__init__", lambda self, phases: None)
+    metrics = Metrics()
+    with pytest.raises(ValueError), metrics.timer("update"):
+        assert len(waits) == 1
+        raise ValueError
+    assert len(waits) == 1
+    with metrics.timer("update"):
+        pass
+    assert len(waits) == 3
+
+
+class FakeNvml(SimpleNamespace):
+    """A GPU that is 70 % busy with 2 GiB in use, or one that tells nothing."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, fails_at=""):
+        def call(name, result):
+            def answer(*_):
+                if name == self.fails_at:
+                    raise FakeNvml.NVMLError("Not Supported")
+                return result
+
+            return answer
+
+        super().__init__(
+            fails_at=fails_at,
+            NVMLError=FakeNvml.NVMLError,
+            nvmlInit=call("init", None),
+            nvmlDeviceGetHandleByUUID=call("uuid", "handle"),
+            nvmlDeviceGetMemoryInfo=call("memory", SimpleNamespace(used=2 << 30)),
+            nvmlDeviceGetUtilizationRates=call("busy", SimpleNamespace(gpu=70)),
+        )
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """sampler() on a machine with a GPU, as far as metrics.py sees."""
+    real = metrics_module.importlib.util.find_spec
+    found = SimpleNamespace(find_spec=lambda name: name == "pynvml" or real(name))
+    monkeypatch.setattr(metrics_module.importlib, "util", found)
+    for name, value in dict(
+        is_available=lambda: True,
+        current_device=lambda: 0,
+        get_device_properties=lambda _: SimpleNamespace(uuid="1"),
+    ).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    def sampler(nvml, phases=()):
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        return metrics_module._DeviceSampler(phases)
+
+    return sampler
+
+
+def wait_until(condition):
+    end = time.perf_counter() + 20
+    while not condition():
+        assert time.perf_counter() < end
+        time.sleep(0.01)
+
+
+def test_the_device_is_sampled_by_phase_and_null_under_half_a_second(gpu):
+    phases = []
+    sampler = gpu(FakeNvml(), phases)
+    phases += ["step", "update"]
+    wait_until(lambda: sampler.mean_utilization("update") == 70.0)
+    phases.clear()
+    assert sampler.mean_utilization("ref_logprobs") is None
+    assert sampler.max_memory_gb() == {"": 2.0, "step": 2.0, "update": 2.0}
+    sampler.clear()
+    assert sampler.mean_utilization("update") is None  # too few
+
+
+def test_figures_of_the_device_are_over_all_ranks():
+    def on_a_rank():
+        metrics = Metrics()
+        rank = dist.get_rank()
+        busy = {"update": 40.0 + 20 * rank} | ({"ref_logprobs": 7.0} if rank else {})
+        metrics._device = SimpleNamespace(
+            max_memory_gb=lambda: {"": 2.0 + rank, "update": 1.5 - rank},
+            mean_utilization=busy.get,
+            clear=lambda: busy.clear(),
+        )
+        return metrics.reduce(), metrics.reduce()
+
+    for record, later in run_ranks(2, on_a_rank):
+        assert (record["perf/max_memory_gb"], record["perf/max_memory_gb/update"]) == (3.0, 1.5)
+        assert record["memory/actor_gpu_util_pct"] == 50.0
+        assert record["memory/ref_gpu_util_pct"] == 7.0
+        assert later["memory/actor_gpu_util_pct"] is None
+
+
+@pytest.mark.parametrize("fails_at", ["init", "uuid", "memory", "busy"])
+def test_a_gpu_that_tells_nothing_ends_no_run(gpu, fails_at):
+    """Parts of a GPU (MIG), and drivers that hide UUIDs."""
+    with pytest.warns(UserWarning, match="no utilisation or memory of the GPU: Not Supported"):
+        sampler = gpu(FakeNvml(fails_at))
+    assert sampler.mean_utilization("update") is None and sampler.max_memory_gb() == {}
+
+
+def test_the_sampling_thread_ends_with_its_owner_and_with_a_gpu_that_goes_silent(gpu):
+    def threads():
+        return [t for t in threading.enumerate() if "_keep_reading" in t.name]
+
+    nvml = FakeNvml()
+    first = gpu(nvml)
+    second = gpu(FakeNvml())
+    wait_until(lambda: len(threads()) == 2)  # one of another test may still sleep
+    nvml.fails_at = "busy"
+    wait_until(lambda: len(threads()) == 1)
+    assert first.mean_utilization("update") is None
+    del second
+    wait_until(lambda: not threads())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -1,11 +1,7 @@
 """Shards of a Transformers model: what is loaded, what gradients mean, what a step does."""
 
 import math
-import os
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +17,6 @@ from torch.distributed.tensor import DTensor
 import attention as attention_file
 import model as model_file
 from attention import use_packed_attention
-from hub import find_model, memory_plan
 from logprobs import token_logprobs, token_values, warm_up
 from model import (
     ModelConfig,
@@ -298,33 +293,7 @@ def test_two_passes_of_one_policy_agree_whatever_its_dropout(tmp_path, number):
     run_ranks(1, job)
 
 
-def test_what_cannot_be_loaded_is_refused_by_name(tmp_path, paths, monkeypatch):
-    import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    def offline(*_, **__):
-        raise LocalEntryNotFoundError("no connection\nand no cache")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(
-        ValueError, match=r"--model some/name: no such .* Hub \(no connection and no cache\)"
-    ):
-        find_model("some/name", 8, built_in=lambda: "")
-    monkeypatch.undo()
-    with pytest.raises(
-        ValueError, match=r"--model .*/nowhere: no such directory, and not on the Hub"
-    ):
-        find_model(str(tmp_path / "nowhere"), 8, built_in=lambda: "")
-    with pytest.raises(
-        ValueError, match=r"--model .*: has no config.json; give a Hugging Face model directory"
-    ):
-        find_model(str(tmp_path), 8, built_in=lambda: "")
-    assert find_model(paths["qwen2"], 128, built_in=lambda: "") == paths["qwen2"]
-    with pytest.raises(
-        ValueError,
-        match="has 128 positions, --data.max-prompt-tokens .* want 129; lower one of them",
-    ):
-        find_model(paths["qwen2"], 129, built_in=lambda: "")
+def test_what_cannot_be_loaded_is_refused_by_name(tmp_path, paths):
     tensors = load_file(f"{paths['qwen2']}/model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     changed = {
@@ -354,24 +323,6 @@ def test_what_cannot_be_loaded_is_refused_by_name(tmp_path, paths, monkeypatch):
                 load(str(tmp_path / case))
 
     run_ranks(1, job)
-
-
-def test_the_built_in_model_is_made_once_and_known_to_all_ranks(paths):
-    def job():
-        made = []
-        path = find_model("built-in", 8, built_in=lambda: made.append(1) or paths["qwen2"])
-        return path, len(made)
-
-    assert run_ranks(3, job) == [(paths["qwen2"], 1), (paths["qwen2"], 0), (paths["qwen2"], 0)]
-
-
-def test_the_memory_plan_counts_four_bytes_a_weight_four_times(paths):
-    """fp32 weights, gradients and two moments: 16 bytes a parameter, over the ranks."""
-    num = sum(x.numel() for x in load_file(f"{paths['qwen2']}/model.safetensors").values())
-    plan = memory_plan(paths["qwen2"], "float32", frozen_copies=0)
-    assert plan.startswith(
-        f"{num / 1e6:.1f} M parameters on 1 ranks: weights {4 * num / 2**30:.2f}, gradients"
-    )
 
 
 # Gradients
@@ -617,61 +568,6 @@ def test_bad_optimizer_settings_are_refused_with_their_values():
         OptimConfig(max_grad_norm=0)
     with pytest.raises(ValueError, match="--optim.warmup-steps -1.*at least 0"):
         OptimConfig(warmup_steps=-1)
-
-
-# The process group
-
-START = """
-import sys, time
-sys.path.insert(0, {root!r})
-from model import init_distributed
-import torch, torch.distributed as dist
-mesh = init_distributed(7, 300.0)
-"""
-
-
-def start(tmp_path, text, num_ranks=0):
-    """Seconds and result of a program that begins with init_distributed, under torchrun if
-    num_ranks.
-    """
-    file = tmp_path / "program.py"
-    file.write_text(START.format(root=str(Path(model_file.__file__).parent)) + text)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    environment = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK")
-    }
-    began = time.monotonic()
-    job = subprocess.run(
-        [sys.executable, *(torchrun if num_ranks else []), str(file)],
-        capture_output=True,
-        text=True,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        timeout=100,
-    )
-    return time.monotonic() - began, job
-
-
-def test_a_program_without_torchrun_is_one_rank_and_takes_no_port(tmp_path):
-    """huggingface/trl#3979: a second job on a host died, the port was taken."""
-    text = "import os\nnames = mesh.mesh_dim_names\nhas_port = 'MASTER_PORT' in os.environ\n"
-    text += "print(mesh.size(), names, has_port, torch.initial_seed())"
-    _, job = start(tmp_path, text)
-    assert job.stdout.split("\n")[0] == "1 ('shard',) False 7", job.stderr
-
-
-@pytest.mark.slow
-def test_an_error_on_one_rank_ends_the_job_soon_with_its_traceback(tmp_path):
-    """prime-rl#2515: the other ranks waited for the watchdog, whose message hid the cause."""
-    seconds, job = start(
-        tmp_path, "if dist.get_rank() == 1:\n    nonsense\ndist.barrier()\n", num_ranks=2
-    )
-    assert job.returncode != 0 and seconds < 100, seconds  # the barrier's own limit is 300 s
-    assert (
-        "[rank 1] Traceback" in job.stderr
-        and "NameError: name 'nonsense' is not defined" in job.stderr
-    )
 
 
 # Compilation

@@ -366,7 +366,7 @@ def test_the_critic_learns_to_expect_the_return_of_a_fixed_policy(tiny, files, t
             "--rollout-every 3 --eval-every 4",
             ["--eval-every 4", "multiple of --rollout-every 3", "try 3"],
         ),
-        ("--rollout-every 3 --eval-every -3", ["--eval-every -3", "multiple of --rollout-every 3"]),
+        ("--rollout-every 3 --eval-every -3", ["--eval-every -3", "at least 0"]),
         (
             "--rollout-every 3 --eval-every 0 --save-every 4",
             ["--save-every 4", "multiple of --rollout-every 3", "try 3"],
@@ -377,7 +377,7 @@ def test_the_critic_learns_to_expect_the_return_of_a_fixed_policy(tiny, files, t
         ),
         ("--critic.learning-rate 0", ["--critic.learning-rate 0.0", "above 0", "1e-5"]),
         ("--gae.gamma 1.5", ["--gae.gamma 1.5", "[0, 1]"]),
-        ("--gae.kl-target 0.1", ["--gae.kl-target 0.1", "coefficient"]),
+        ("--gae.kl-target 0.1", ["--gae.kl-target", "--gae.kl-coef 0.0", "above 0"]),
         ("--group-size 0", ["--group-size 0", "at least 1"]),
         ("--tokens-per-row 15", ["--tokens-per-row 15", "at least 16"]),
     ],

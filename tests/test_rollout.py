@@ -5,110 +5,21 @@ vLLM runs for real, on CPU, in ranks that stay alive for this file (see lab.py):
 with an engine each, two ranks that share one.
 """
 
-import contextlib
 import math
 import time
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from engines import ALSO_STOPS, EOS, FP32, LIMIT, PROMPTS, Kept, facts
 from lab import lab
 from tiny import KINDS, save_tiny
-from torch.distributed.device_mesh import init_device_mesh
 
-import vllm_backend
-from attention import use_packed_attention
 from hf_backend import HfBackend
-from logprobs import token_logprobs
 from model import load_policy
-from packing import pack, sequence
-from reshard import iter_full_params, sync_weights, verify_sync
-from rollout import Engine, RolloutConfig
-from vllm_backend import VllmBackend
-
-EOS, ALSO_STOPS = 1, 12  # of the tiny models' vocabulary of 14
-LIMIT = 12
-PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10], [11], [4, 4, 4, 4]]
-FP32 = dict(dtype=torch.float32)
-
-
-def differences(policy, rollouts, temperature=1.0):
-    """The trainer's log-probabilities less those that the engine reports, at all response tokens:
-    [R].
-    """
-    row = pack(
-        [sequence(r.prompt_ids, r.response_ids, reported=r.logprobs) for r in rollouts], 1 << 20
-    )[0]
-    with torch.no_grad():
-        logprobs, _ = token_logprobs(policy, row, temperature=temperature)
-    return (logprobs - row.fields["reported"])[row.fields["response_mask"]]
-
-
-class Kept:
-    """What a rank keeps: a trainer's policy and an engine of each kind of model."""
-
-    def __init__(self, paths, tensor_parallel_size=1, make=VllmBackend, num_samples=64):
-        self.paths = paths
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
-        kind = "vllm" if make is VllmBackend else "hf"
-        # Fewer at a time than the tests ask for, and prompts in chunks.
-        small = dict(max_num_seqs=16, max_num_batched_tokens=64) if kind == "vllm" else {}
-        config = RolloutConfig(
-            kind, LIMIT, temperature=0.7, tensor_parallel_size=tensor_parallel_size, **small
-        )
-        sizes = dict(max_prompt_tokens=256, num_samples=num_samples, stop_ids=[EOS, ALSO_STOPS])
-        self.policies = {name: load_policy(path, mesh) for name, path in paths.items()}
-        self.engines = {name: Engine(make, path, config, **sizes) for name, path in paths.items()}
-        for policy in self.policies.values():
-            use_packed_attention(policy)
-
-    @contextlib.contextmanager
-    def ready(self, kind="qwen2", sync=True, **settings):
-        """The engine of that kind, with the policy's weights and with these settings of its
-        configuration.
-        """
-        engine = self.engines[kind]
-        config = engine.config
-        engine.config = engine.backend.config = replace(config, **settings)
-        with engine.awake():
-            if sync:
-                sync_weights(self.policies[kind], engine, **FP32)
-            else:
-                engine.state = "ready"  # as on CPU, where nothing is lost in between
-            yield engine
-        engine.config = engine.backend.config = config
-
-    def sample(
-        self,
-        prompts=PROMPTS,
-        num_samples=8,
-        *,
-        kind="qwen2",
-        sync=True,
-        ignore_eos=False,
-        seed=0,
-        **options,
-    ):
-        """Rollouts of the engine of that kind."""
-        with self.ready(kind, sync, ignore_eos=ignore_eos) as engine:
-            return engine.generate(prompts, num_samples, seed=seed, **options)
-
-    def move(self, kind, seed):
-        """Change all weights of the policy by 1 %, alike on any number of ranks up to the noise
-        itself.
-        """
-        generator = torch.Generator().manual_seed(seed + 1000 * dist.get_rank())
-        for p in self.policies[kind].parameters():
-            local = p.to_local().data
-            local.mul_(1 + 0.01 * torch.randn(local.shape, generator=generator))
-
-    def gap(self, rollouts, kind="qwen2", temperature=0.7):
-        """Largest difference between the log-probabilities that the engine reports and the
-        trainer's.
-        """
-        return differences(self.policies[kind], rollouts, temperature).abs().max().item()
+from reshard import iter_full_params, verify_sync
+from rollout import RolloutConfig
 
 
 @pytest.fixture(scope="module")
@@ -148,11 +59,6 @@ def hf_rank(paths):
 @pytest.fixture(params=["vllm", "hf"])
 def each_engine(request):
     return request.getfixturevalue({"vllm": "one_rank", "hf": "hf_rank"}[request.param])
-
-
-def facts(rollouts):
-    """What can be compared for equality."""
-    return [(r.response_ids.tolist(), r.truncated) for r in rollouts]
 
 
 # The engine runs the trainer's weights
@@ -609,162 +515,3 @@ def test_what_would_bias_or_break_training_is_refused(monkeypatch, setting, mess
     with pytest.raises(ValueError) as error:
         RolloutConfig(**setting)
     assert str(error.value).startswith(message)
-
-
-# Eight bits
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "setting", [dict(quantization="fp8_per_channel"), dict(kv_cache_dtype="fp8")]
-)
-def test_an_eight_bit_engine_takes_every_update(paths, setting):
-    """vllm#28425: the second update crashed or served raw scales. Two updates, each against a new
-    engine that loads the same weights from a file; and against the trainer within what 8 bits
-    allow.
-    """
-    import tempfile
-
-    from safetensors.torch import load_file, save_file
-
-    config = RolloutConfig(max_response_tokens=LIMIT, **setting)
-    sizes = dict(max_prompt_tokens=16, num_samples=8, stop_ids=[EOS])
-
-    def job(kept):
-        policy, engine = (
-            kept.policies["llama"],
-            Engine(VllmBackend, kept.paths["llama"], config, **sizes),
-        )
-        found = []
-        for update in range(2):
-            kept.move("llama", update)
-            with engine.awake():
-                sync_weights(policy, engine, **FP32)
-                rollouts = engine.generate(PROMPTS, 1, temperature=0.0)
-            with tempfile.TemporaryDirectory() as directory:
-                save_tiny(directory, "llama", max_position_embeddings=512)
-                tensors = {
-                    name: x for bucket in iter_full_params(policy, **FP32) for name, x in bucket
-                }
-                assert tensors.keys() == load_file(f"{directory}/model.safetensors").keys()
-                save_file(tensors, f"{directory}/model.safetensors", metadata={"format": "pt"})
-                new = Engine(VllmBackend, directory, config, **sizes)
-            new.state = "ready"
-            expected = new.generate(PROMPTS, 1, temperature=0.0)
-            found.append((facts(rollouts) == facts(expected), kept.gap(rollouts, "llama", 1.0)))
-        return found
-
-    with lab(1, lambda: Kept({"llama": paths["llama"]})) as on_ranks:
-        [found] = on_ranks(job)
-    assert all(same and 1e-4 < gap < 1.0 for same, gap in found), found
-
-
-# bf16
-
-
-class Bf16Backend(VllmBackend):
-    """What a GPU runs, on a CPU."""
-
-    with_fp32_residual = True
-
-    def __init__(self, path, config, **options):
-        super().__init__(path, config, **options | {"dtype": torch.bfloat16})
-
-    def _build(self, path, seed):
-        self.fp32_residual = self.with_fp32_residual
-        super()._build(path, seed)
-
-
-class PlainBf16Backend(Bf16Backend):
-    with_fp32_residual = False
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "gemma3"])
-def test_in_bf16_a_residual_stream_in_fp32_brings_the_engine_nearer_to_the_exact_policy(
-    tmp_path, kind
-):
-    """Distance to the same weights computed in fp32, over 4,096 sampled tokens. In a process of its
-    own each, since the engine's layers are replaced for the whole process.
-    """
-    extra = (
-        dict(layer_types=["sliding_attention", "full_attention"] * 6) if kind == "gemma3" else {}
-    )
-    path = save_tiny(tmp_path, kind, num_hidden_layers=12, max_position_embeddings=512, **extra)
-    config = RolloutConfig(max_response_tokens=64, ignore_eos=True)
-
-    def distance(fp32_residual):
-        def job():
-            policy = load_policy(path, init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)))
-            use_packed_attention(policy)
-            with torch.no_grad():
-                for p in policy.parameters():
-                    p.to_local().copy_(p.to_local().bfloat16())
-            sizes = dict(max_prompt_tokens=16, num_samples=64, stop_ids=[EOS])
-            make = Bf16Backend if fp32_residual else PlainBf16Backend
-            engine = Engine(make, path, config, **sizes)
-            engine.state = (
-                "ready"  # with the file's weights: on CPU bf16 layers are packed and take no others
-            )
-            rollouts = engine.generate(PROMPTS, 16, seed=0)
-            return differences(policy, rollouts).abs().mean().item()
-
-        with lab(1, lambda: None) as on_ranks:
-            return on_ranks(lambda _: job())[0]
-
-    with_it, without = distance(True), distance(False)
-    assert 1e-3 < with_it < 0.85 * without
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Olmo2", "Phi"])
-def test_a_model_that_vllm_takes_from_transformers_leaves_the_trainers_alone(tmp_path, kind):
-    """vLLM decorates the class itself; the trainer's model then lacked do_not_compile in its first
-    forward.
-    """
-    import transformers
-
-    sizes = dict(
-        vocab_size=14,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
-    config = getattr(transformers, f"{kind}Config")(
-        **sizes, pad_token_id=0, bos_token_id=None, eos_token_id=EOS
-    )
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-
-    def job():
-        policy = load_policy(
-            str(tmp_path), init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
-        )
-        use_packed_attention(policy)
-        sizes = dict(max_prompt_tokens=16, num_samples=4, stop_ids=[EOS])
-        config = RolloutConfig(max_response_tokens=8)
-        engine = Engine(VllmBackend, str(tmp_path), config, **sizes)
-        with engine.awake():
-            sync_weights(policy, engine, **FP32)
-            rollouts = engine.generate(PROMPTS, 1, seed=0)
-        return differences(policy, rollouts).abs().max().item()
-
-    with lab(1, lambda: None) as on_ranks:
-        assert on_ranks(lambda _: job())[0] < 1e-4
-
-
-def test_on_a_gpu_the_engine_is_asked_for_it_unless_its_weights_have_8_bits(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for step in ("_build", "_warm_up", "_clean_up", "sleep"):
-        monkeypatch.setattr(VllmBackend, step, lambda *arguments: None)
-    monkeypatch.setattr(vllm_backend, "_globals_restored", contextlib.nullcontext)
-    sizes = dict(dtype=torch.bfloat16, max_model_len=8, num_samples=4, stop_ids=[EOS], seed=0)
-    for setting, expected in (
-        (dict(), True),
-        (dict(kv_cache_dtype="fp8"), True),
-        (dict(quantization="fp8"), False),
-    ):
-        backend = VllmBackend("", RolloutConfig(**setting), **sizes)
-        assert backend.fp32_residual is expected
-        assert backend._arguments()["additional_config"] == {"fp32_residual": expected}

@@ -1,0 +1,400 @@
+"""handful and its peers on one GPU, one after the other: steps by phase, tokens per second, memory.
+
+    python benchmarks/end_to_end.py w1 --model models/smollm2 --data gsm8k.jsonl \\
+        --programs handful trl --rounds 2
+    python benchmarks/end_to_end.py w2 --model models/qwen2-1.5b --data gsm8k.jsonl \\
+        --programs handful trl
+    python benchmarks/end_to_end.py                  # only the table of what has been measured
+
+Hosts differ by a quarter, so programs are compared on one machine only, with --rounds 2 in turn.
+
+Workloads (64 prompts x 8 samples, GSM8K's questions, a learning rate of 1e-6, no reference model):
+    w1       256 new tokens, forced; the engine keeps its memory      SmolLM2-135M
+    w2       512 new tokens, forced; the engine sleeps in each update  Qwen2 1.5 B, random weights
+    natural  128 prompts, up to 1,024 new tokens, as the model ends    SmolLM2-135M
+    smoke    4 prompts x 4 samples of 8 tokens: whether a program runs, on a CPU too
+Programs: handful (grpo.py), trl (vLLM colocated), trl-generate (Transformers' generate), verl.
+A program with packages of its own gets them by --site NAME DIR, other settings by
+--extra NAME "FLAGS".
+
+Each step is a line of the results file as soon as it ends, and a program that has its steps there
+is not run again: a call that was cut off goes on when it is repeated. end_to_end.json beside it
+gets the table: medians of steps 3 and later.
+
+    start_s     from the program's start to its first step
+    sample_s    weights to the engine and sampling; score_s: rewards, layout, log-probabilities
+                that stay fixed; update_s: the rest
+    new/s       sampled tokens, trained/s: prompt and sampled tokens of all sequences, over the step
+    mfu         model FLOPs (as metrics.py counts them) of the step, and of the update alone, over
+                the device's bf16 peak; a peer's tokens are priced as handful's
+    gib         the device's memory in use (NVML), less what was in use before the start
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from peers.verl_grpo import in_common_names
+
+from metrics import PEAK_FLOPS
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "transformers", "vllm", "trl", "verl")
+ABOUT = ("device", "date", "versions", "command")
+PROGRAMS = ("handful", "trl", "trl-generate", "verl")
+
+
+@dataclass(frozen=True)
+class Workload:
+    prompts: int
+    samples: int
+    max_new: int
+    forced: bool
+    sleep: bool
+    handful: str  # flags
+    trl: str
+    verl: str
+
+
+WORKLOADS = {
+    "w1": Workload(
+        *(64, 8, 256),
+        forced=True,
+        sleep=False,
+        handful="--tokens-per-row 65536",
+        trl="--micro-batch 128 --memory-fraction 0.25",
+        verl="--micro-tokens 32768",
+    ),
+    "w2": Workload(
+        *(64, 8, 512),
+        forced=True,
+        sleep=True,
+        handful="",
+        trl="--micro-batch 16 --memory-fraction 0.4",
+        verl="--micro-tokens 16384",
+    ),
+    "natural": Workload(
+        *(128, 8, 1024),
+        forced=False,
+        sleep=False,
+        handful="--tokens-per-row 65536",
+        trl="--micro-batch 64 --memory-fraction 0.25",
+        verl="--micro-tokens 32768",
+    ),
+    "smoke": Workload(
+        *(4, 4, 8),
+        forced=True,
+        sleep=False,
+        handful="--tokens-per-row 256 --rollout.engine hf --data.max-prompt-tokens 32",
+        trl="--micro-batch 8 --max-prompt 32",
+        verl="",
+    ),
+}
+
+
+def command_of(program: str, args, metrics: Path) -> list[str]:
+    """The command line; the program adds a line a step to the file `metrics`."""
+    work = WORKLOADS[args.workload]
+    model = shlex.quote(args.model)
+    data = shlex.quote(args.data)
+    if program == "handful":
+        parts = [
+            f"grpo.py --model {model} --data {data} --num-steps {args.steps}",
+            f"--output-dir {metrics.parent.parent} --name {metrics.parent.name}",
+            f"--prompts-per-step {work.prompts} --group-size {work.samples}",
+            f"--rollout.max-response-tokens {work.max_new}",
+            f"--reward.functions {ROOT / 'examples/arithmetic.py'}:last_number",
+            "--rollout.ignore-eos" if work.forced else "",
+            f"--rollout.sleep-level {2 if work.sleep else 0}",
+            work.handful,
+        ]
+    else:
+        script = "verl_grpo.py" if program == "verl" else "trl_grpo.py"
+        parts = [
+            f"{ROOT / 'benchmarks/peers' / script} {model} {data} --metrics {metrics}",
+            f"--steps {args.peer_steps} --prompts {work.prompts} --samples {work.samples}",
+            f"--max-new {work.max_new}",
+            "--forced" if work.forced else "",
+            "--generate" if program == "trl-generate" else "",
+            "--sleep" if work.sleep and program != "trl-generate" else "",
+            work.verl if program == "verl" else work.trl,
+        ]
+    parts += [flags for name, flags in args.extra if name == program]
+    return [sys.executable, *shlex.split(" ".join(parts))]
+
+
+def from_handful(line: dict, work: Workload, peak: float | None) -> dict:
+    """A line of grpo.py's metrics.jsonl in the common names."""
+    times = {name[9:]: s for name, s in line.items() if name.startswith("timing_s/")}
+    num_samples = work.prompts * work.samples
+    new_tokens = num_samples * line["response_length/mean"]
+    sample_s = times["rollout"] + times["reshard"] + times.get("sleep", 0.0)
+    step = {
+        "step": line["step"],
+        "step_s": times["step"],
+        "sample_s": sample_s,
+        "score_s": times["step"] - sample_s - times["update"],
+        "update_s": times["update"],
+        "new_tokens": round(new_tokens),
+        "trained_tokens": round(new_tokens + num_samples * line["prompt_length/mean"]),
+        "phases": {name: s for name, s in times.items() if name != "step"},
+        "raw": {name: x for name, x in line.items() if not name.startswith("timing_s/")},
+    }
+    if line.get("perf/mfu") is not None:
+        step["model_flops"] = line["perf/mfu"] * times["step"] * peak
+    return step
+
+
+class DeviceMemory:
+    """Bytes in use on the first visible GPU, by NVML; 0 without one."""
+
+    def __init__(self):
+        self.handle = None
+        if not torch.cuda.is_available() or importlib.util.find_spec("pynvml") is None:
+            return
+        import pynvml
+
+        pynvml.nvmlInit()
+        self.nvml = pynvml
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        by_name = pynvml.nvmlDeviceGetHandleByUUID
+        by_number = pynvml.nvmlDeviceGetHandleByIndex
+        self.handle = by_number(int(first)) if first.isdigit() else by_name(first)
+
+    def used(self) -> int:
+        return self.nvml.nvmlDeviceGetMemoryInfo(self.handle).used if self.handle else 0
+
+    def name(self) -> str:
+        return self.nvml.nvmlDeviceGetName(self.handle) if self.handle else "CPU"
+
+
+def versions(environment: dict) -> dict[str, str]:
+    program = f"""
+import importlib.metadata, json
+found = {{}}
+for name in {PACKAGES}:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))"""
+    job = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    return json.loads(job.stdout)
+
+
+def end_children() -> None:
+    """End what the last program left behind (servers, workers). This process adopts the orphans
+    among its descendants, so all that is left are its children.
+    """
+    import psutil
+
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        left = psutil.Process().children(recursive=True)
+        for process in left:
+            try:
+                process.send_signal(sign)
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(left, timeout=10)
+
+
+def run(program: str, args, round_: int, memory: DeviceMemory, peak: float | None) -> None:
+    """One program from start to end; a line of the results file per step, as it comes."""
+    work = WORKLOADS[args.workload]
+    directory = Path(tempfile.mkdtemp(prefix=f"{args.workload}-{program}-", dir=args.directory))
+    metrics = directory.resolve() / "run" / "metrics.jsonl"
+    metrics.parent.mkdir()
+    command = command_of(program, args, metrics)
+    environment = dict(os.environ)
+    sites = [site for name, site in args.site if name == program]
+    path = [*sites, environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    about = {
+        "workload": args.workload,
+        "program": program,
+        "round": round_,
+        "device": memory.name(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(environment),
+        "command": shlex.join(["python", *command[1:]]),
+    }
+    print(f"\n{program}, round {round_}: {about['command']}", flush=True)
+    before = highest = memory.used()
+    num_seen = 0
+    start = time.monotonic()
+    until = start + args.limit_s
+    with (directory / "log").open("w") as log:
+        job = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+    is_over = False
+    while not is_over:
+        time.sleep(0.1)
+        is_over = job.poll() is not None or time.monotonic() > until
+        highest = max(highest, memory.used())
+        # A line without its end is still being written.
+        lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+        for line in lines[num_seen:]:
+            step = json.loads(line)
+            if program == "handful":
+                step = from_handful(step, work, peak)
+            elif program == "verl":
+                step = in_common_names(step, work.prompts * work.samples)
+            if num_seen == 0:
+                about["start_s"] = time.monotonic() - start - step["step_s"]
+            step["gib"] = (highest - before) / 2**30
+            with open(args.results, "a") as file:
+                file.write(json.dumps(about | step) + "\n")
+            shown = {name: x for name, x in step.items() if name not in ("phases", "raw")}
+            print(json.dumps(shown), flush=True)
+            num_seen += 1
+            if num_seen == (args.steps if program == "handful" else args.peer_steps):
+                until = time.monotonic() + 15  # what it saves at its end is not waited for
+    if num_seen == 0 or job.poll():
+        print(f"{program} ended with {job.poll()} (None: out of time); {directory / 'log'}:")
+        print("\n".join((directory / "log").read_text().splitlines()[-25:]), flush=True)
+    end_children()
+
+
+def load(results: str) -> dict[tuple[str, str, int], list[dict]]:
+    """{(workload, program, round): its steps}; of a program that was started again, the last."""
+    runs = {}
+    if Path(results).exists():
+        for line in Path(results).read_text().splitlines():
+            step = json.loads(line)
+            key = step["workload"], step["program"], step["round"]
+            if step["step"] == 0:
+                runs[key] = []
+            runs.setdefault(key, []).append(step)
+    return runs
+
+
+def summary(steps: list[dict], flops_per_token: float | None, peak: float | None) -> dict:
+    """Medians of steps 3 and later (all, if there are fewer)."""
+    late = [step for step in steps if step["step"] >= 2] or steps
+
+    def median(value) -> float:
+        return statistics.median(value(step) for step in late)
+
+    result = {"start_s": steps[0]["start_s"], "first_step_s": steps[0]["step_s"]}
+    result["num_steps"] = len(late)
+    for name in ("step_s", "sample_s", "score_s", "update_s"):
+        result[name] = statistics.median(step[name] for step in late)
+    result |= {
+        "new_tokens_per_s": median(lambda s: s["new_tokens"] / s["step_s"]),
+        "trained_tokens_per_s": median(lambda s: s["trained_tokens"] / s["step_s"]),
+        "gib": max(step["gib"] for step in steps),
+    }
+    if flops_per_token and peak:
+        price = flops_per_token / peak
+        result["mfu"] = price * result["trained_tokens_per_s"]
+        result["mfu_update"] = price * median(lambda s: s["trained_tokens"] / s["update_s"])
+    return result
+
+
+def tabulate(results: str, peak: float | None) -> list[dict]:
+    """A record per workload, program and round; handful_times: how many times the program's speed
+    handful's is in the same round.
+    """
+    runs = load(results)
+    table = []
+    for (workload, program, round_), steps in sorted(runs.items()):
+        own = runs.get((workload, "handful", round_), [])
+        priced = [s["model_flops"] / s["trained_tokens"] for s in own if "model_flops" in s]
+        record = {"workload": workload, "program": program, "round": round_}
+        record |= summary(steps, statistics.median(priced) if priced else None, peak)
+        if own:
+            speed = summary(own, None, None)["trained_tokens_per_s"]
+            record["handful_times"] = speed / record["trained_tokens_per_s"]
+        table.append(record | {name: steps[0][name] for name in ABOUT})
+    return table
+
+
+def show(table: list[dict]) -> None:
+    columns = {
+        "program": "program",
+        "round": "round",
+        "start_s": "start s",
+        "first_step_s": "first s",
+        "step_s": "step s",
+        "sample_s": "sample s",
+        "score_s": "score s",
+        "update_s": "update s",
+        "new_tokens_per_s": "new/s",
+        "trained_tokens_per_s": "trained/s",
+        "gib": "gib",
+        "mfu": "mfu",
+        "mfu_update": "mfu update",
+        "handful_times": "handful is x",
+    }
+    print("\n| workload | " + " | ".join(columns.values()) + " |")
+    print("|---" * (len(columns) + 1) + "|")
+    for record in table:
+        cells = [record["workload"]]
+        for name in columns:
+            value = record.get(name)
+            if isinstance(value, float):
+                value = f"{value:,.0f}" if value > 1000 else f"{value:.3g}"
+            cells.append("" if value is None else str(value))
+        print("| " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("workload", nargs="?", choices=WORKLOADS)
+    parser.add_argument("--model", help="Hugging Face directory")
+    parser.add_argument("--data", help="GSM8K's train.jsonl: question and answer")
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=["handful"])
+    parser.add_argument("--rounds", type=int, default=1, help="times that each program runs")
+    parser.add_argument("--steps", type=int, default=6, help="of handful")
+    parser.add_argument("--peer-steps", type=int, default=4, help="of each other program")
+    parser.add_argument("--limit-s", type=float, default=540, help="longest that one may run")
+    parser.add_argument("--results", default=str(ROOT / "benchmarks/results/end_to_end.jsonl"))
+    parser.add_argument("--directory", help="of the programs' own files; default: a temporary one")
+    parser.add_argument("--site", nargs=2, action="append", default=[], metavar=("NAME", "DIR"))
+    parser.add_argument("--extra", nargs=2, action="append", default=[], metavar=("NAME", "FLAGS"))
+    args = parser.parse_args()
+    memory = DeviceMemory()
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in memory.name()), None)
+    if args.workload:
+        if not (args.model and args.data):
+            parser.error("--model and --data are needed to run programs")
+        args.model = str(Path(args.model).resolve())
+        args.data = str(Path(args.data).resolve())
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans come to us
+        for round_ in range(1, args.rounds + 1):
+            for program in args.programs:
+                done = load(args.results).get((args.workload, program, round_), [])
+                if len(done) < (args.steps if program == "handful" else args.peer_steps):
+                    run(program, args, round_, memory, peak)
+    table = tabulate(args.results, peak)
+    Path(args.results).with_suffix(".json").write_text(
+        "[\n" + ",\n".join(map(json.dumps, table)) + "\n]\n"
+    )
+    show(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""A Hugging Face directory: what is found, what is refused, and what an export writes."""
+
+import json
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from ranks import run_ranks
+from rows import make_model
+from safetensors.torch import load_file
+from tiny import save_tiny
+
+from hub import (
+    copy_model_files,
+    export,
+    find_model,
+    memory_plan,
+    save_safetensors,
+    stop_token_ids,
+)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    return {"qwen2": save_tiny(tmp_path_factory.mktemp("models"), "qwen2")}
+
+
+# Found
+
+
+def test_what_is_no_model_is_refused_by_name(tmp_path, paths, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(*_, **__):
+        raise LocalEntryNotFoundError("no connection\nand no cache")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(
+        ValueError, match=r"--model some/name: no such .* Hub \(no connection and no cache\)"
+    ):
+        find_model("some/name", 8)
+    monkeypatch.undo()
+    with pytest.raises(
+        ValueError, match=r"--model .*/nowhere: no such directory, and not on the Hub"
+    ):
+        find_model(str(tmp_path / "nowhere"), 8)
+    with pytest.raises(
+        ValueError, match=r"--model .*: has no config.json; give a Hugging Face model directory"
+    ):
+        find_model(str(tmp_path), 8)
+    assert find_model(paths["qwen2"], 128) == paths["qwen2"]
+    with pytest.raises(
+        ValueError,
+        match="has 128 positions, --data.max-prompt-tokens .* want 129; lower one of them",
+    ):
+        find_model(paths["qwen2"], 129)
+
+
+def test_the_memory_plan_counts_four_bytes_a_weight_four_times(paths):
+    """fp32 weights, gradients and two moments: 16 bytes a parameter, over the ranks."""
+    num = sum(x.numel() for x in load_file(f"{paths['qwen2']}/model.safetensors").values())
+    plan = memory_plan(paths["qwen2"], "float32", frozen_copies=0)
+    assert plan.startswith(
+        f"{num / 1e6:.1f} M parameters on 1 ranks: weights {4 * num / 2**30:.2f}, gradients"
+    )
+
+
+def test_all_ids_that_end_a_response_are_found(tmp_path):
+    """trl#5303: several ids in the generation config, others in the model's and the tokenizer's."""
+    assert stop_token_ids(str(tmp_path), None) == []
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 2]}')
+    assert stop_token_ids(str(tmp_path), 2, None, 9) == [2, 3, 7, 9]
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert stop_token_ids(str(tmp_path)) == [7]
+
+
+# Written
+
+
+def buckets_of(model, num_buckets=3):
+    named = [(name, p.detach()) for name, p in model.named_parameters()]
+    cut = -(-len(named) // num_buckets)
+    return [named[i : i + cut] for i in range(0, len(named), cut)]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma"])
+@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 8_000])
+def test_an_export_loads_in_transformers_and_gives_the_same_logits(
+    tmp_path, architecture, max_shard_bytes
+):
+    """SkyRL#124, verl#1288, transformers#25198: tied weights once, dtype as stated, no prefix in a
+    name.
+    """
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    model = make_model(architecture)
+    model.set_attn_implementation("sdpa")
+    for p in model.parameters():
+        p.data = p.data.bfloat16().float()  # master weights that bf16 holds exactly
+    model.config.save_pretrained(tmp_path / "original")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model-00007-of-00009.safetensors").write_bytes(b"of an earlier export")
+    buckets = [[(name, x.bfloat16()) for name, x in bucket] for bucket in buckets_of(model)]
+    save_safetensors(buckets, tmp_path / "out", max_shard_bytes=max_shard_bytes)
+    copy_model_files(tmp_path / "original", tmp_path / "out", torch.bfloat16)
+
+    files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
+    sizes = [(tmp_path / "out" / name).stat().st_size for name in files]
+    if max_shard_bytes == 8_000:
+        assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+        assert max(sizes) < 8_000 + 2_000  # and a header
+        assert (
+            len(files) <= 2 * sum(sizes) / 8_000 + 1
+        )  # two that follow each other would not fit into one
+        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(2 * p.numel() for p in model.parameters())
+        assert set(index["weight_map"].values()) == set(files)
+    else:
+        assert files == ["model.safetensors"]
+    tensors = {}
+    for name in files:
+        with safe_open(tmp_path / "out" / name, framework="pt") as file:
+            tensors |= {key: file.get_tensor(key) for key in list(file.keys())}
+    assert tensors.keys() == dict(model.named_parameters()).keys()
+    assert {x.dtype for x in tensors.values()} == {torch.bfloat16}
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    )  # as config.json says
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    tokens = torch.tensor([[5, 6, 7]])
+    assert again(tokens).logits.equal(model(tokens).logits)
+
+
+def test_tensors_that_are_views_of_one_buffer_are_written_one_by_one(tmp_path):
+    from safetensors.torch import load_file
+
+    buffer = torch.arange(24.0)
+    pieces = {
+        "a": buffer[:6].view(2, 3),
+        "b": buffer[6:18],
+        "c": buffer[18:].view(3, 2).t(),
+        "d": buffer[23],
+    }
+    save_safetensors([list(pieces.items())], tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == pieces.keys() and all(x.equal(pieces[name]) for name, x in found.items())
+    assert (tmp_path / "model.safetensors").stat().st_size < 25 * 4 + 400
+
+
+def test_all_ranks_take_part_in_an_export_and_the_first_writes(tmp_path):
+    from safetensors.torch import load_file
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+
+    def on_a_rank():
+        def gathered():
+            for i in range(3):
+                x = torch.full((4,), float(dist.get_rank() + i))
+                dist.all_reduce(x)
+                yield [(f"x{i}", x)]
+
+        directory = tmp_path / f"rank{dist.get_rank()}"
+        export(gathered(), tmp_path / "model", directory, torch.float32)
+        return directory.exists()
+
+    assert run_ranks(2, on_a_rank) == [True, False]
+    found = load_file(tmp_path / "rank0" / "model.safetensors")
+    assert {name: x[0].item() for name, x in found.items()} == {"x0": 1.0, "x1": 3.0, "x2": 5.0}
+    assert (tmp_path / "rank0" / "config.json").exists()
+
+
+def test_the_other_files_of_a_model_are_copied_and_its_config_states_the_new_dtype(tmp_path):
+    """SkyRL#124: a directory without tokenizer or generation config."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    model.mkdir()
+    (model / "config.json").write_text('{"torch_dtype": "float32", "hidden_size": 8}')
+    for name in (
+        "tokenizer.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "tokenizer.model",
+        "merges.txt",
+    ):
+        (model / name).write_text(name)
+    (model / "model.safetensors.index.json").write_text("{}")
+    (model / "model.safetensors").write_text("weights")
+    copy_model_files(model, out, torch.bfloat16)
+    assert json.loads((out / "config.json").read_text()) == {"hidden_size": 8, "dtype": "bfloat16"}
+    copied = {
+        "config.json",
+        "tokenizer.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "tokenizer.model",
+    }
+    assert {p.name for p in out.iterdir()} == copied | {"merges.txt"}

@@ -1,0 +1,344 @@
+"""A run begins and ends: settings, refusals, the run's directory, the process group."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import typing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+import grpo
+import ppo
+from run import FLAGS, RunConfig, command_line, from_json
+
+ROOT = Path(grpo.__file__).parent
+
+
+@dataclass(frozen=True)
+class Inner:
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Two numbers."""
+    names: tuple[str, ...] = ()
+    """Words."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    model: str = "built-in"
+    """A word."""
+    num_steps: int = 5
+    """A number."""
+    limit: float = float("inf")
+    """Another."""
+    inner: Inner = field(default_factory=Inner)
+    """More."""
+
+    def __post_init__(self):
+        if self.num_steps < 1:
+            raise ValueError(f"--num-steps {self.num_steps}: at least 1")
+
+
+def test_settings_come_back_from_json_as_they_were():
+    settings = Settings(num_steps=7, inner=Inner((0.5, 0.6), ("a", "b")))
+    assert from_json(Settings(), json.loads(json.dumps(asdict(settings)))) == settings
+    assert from_json(settings, {"inner": {"names": ["c"]}}) == Settings(
+        "built-in", 7, inner=Inner((0.5, 0.6), ("c",))
+    )
+
+
+def test_settings_of_another_version_and_refused_values_are_errors():
+    with pytest.raises(ValueError, match="--inner.gone: is no setting"):
+        from_json(Settings(), {"inner": {"gone": 1}})
+    with pytest.raises(ValueError, match="----doc--: is no setting"):
+        from_json(Settings(), {"__doc__": 1})
+    with pytest.raises(ValueError, match="--num-steps 0: at least 1"):
+        from_json(Settings(), {"num_steps": 0})
+
+
+def test_the_command_line_goes_over_an_earlier_runs_settings(tmp_path, monkeypatch):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(asdict(Settings("mine", 7, inner=Inner(names=("a",))))))
+
+    def parsed(*argv):
+        monkeypatch.setattr(sys, "argv", ["script.py", *argv])
+        return command_line(Settings(), {"num_steps": 3}, "what it does")
+
+    assert parsed() == Settings(num_steps=3)  # the built-in job's
+    assert parsed("--model", "built-in") == parsed("--model=built-in") == Settings(num_steps=3)
+    assert parsed("--model", "m") == parsed("--model=m") == Settings("m")
+    expected = Settings("mine", 8, inner=Inner(names=("a",)))
+    assert parsed("--config", str(file), "--num-steps", "8") == expected
+    assert parsed("--num-steps", "8", f"--config={file}") == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--config", "nowhere.json"],
+            "error: --config nowhere.json: no such file; give an earlier run's config.json",
+        ),
+        (["--num-steps", "0"], "error: .*--num-steps 0: at least 1"),
+        (["--num-stepz", "1"], "error: .*--num-stepz"),
+        (["--num-steps", "many"], "error: .*many"),
+        (
+            ["--config", __file__],
+            "error: --config .*test_run.py: is not a JSON object; give an earlier run's",
+        ),
+        (["--limit", "nan"], "error: --limit nan: must be a number"),
+        (["--inner.betas", "1", "nan"], "error: --inner.betas 1.0 nan: must be a number"),
+    ],
+)
+def test_a_refused_command_line_is_one_line_from_the_first_rank_alone(
+    argv, message, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["script.py", *argv])
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as stop:
+            command_line(Settings(), {}, "what it does")
+        assert stop.value.code == 2
+        shown = capsys.readouterr().err
+        if rank == "0":
+            assert re.search(message, shown), shown
+        assert shown.count("\n") == (rank == "0")
+
+
+def test_the_directory_of_an_earlier_run_is_kept_under_a_number_unless_it_is_resumed(
+    tmp_path, capfd
+):
+    run = RunConfig(str(tmp_path), "mine")
+    for num_steps in (
+        1,
+        2,
+        3,
+    ):  # each in a process of its own, which ends: a run in progress holds its directory
+        run_ranks(1, run.open, Settings(num_steps=num_steps))
+    steps = {
+        p.name: json.loads((p / "config.json").read_text())["num_steps"] for p in tmp_path.iterdir()
+    }
+    assert steps == {"mine": 3, "mine.1": 1, "mine.2": 2}
+    assert f"{tmp_path}/mine.2" in capfd.readouterr().out
+    (tmp_path / "mine" / "checkpoints" / "step-000001").mkdir(parents=True)
+    run_ranks(1, RunConfig(str(tmp_path), "mine", resume=True).open, Settings(num_steps=4))
+    assert {p.name for p in tmp_path.iterdir()} == {"mine", "mine.1", "mine.2"}
+    assert json.loads((run.directory / "config.json").read_text())["num_steps"] == 4
+
+
+def test_settings_without_meaning_are_refused():
+    for setting, message in (
+        (dict(save_every=-1), "--save-every -1: must be at least 0"),
+        (dict(keep=0), "--keep 0: must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RunConfig(**setting)
+    for name in ("", ".", "..", "a/b", "../a"):  # "" would rename the directory of all runs
+        with pytest.raises(ValueError, match=f"--name '{name}': must be the name of a directory"):
+            RunConfig(name=name)
+
+
+def test_a_run_in_progress_its_own_model_and_a_resume_from_nothing_are_refused(tmp_path):
+    """Two jobs of one name would write into one directory; a model in it would be renamed away
+    before it is read.
+    """
+    run = RunConfig(str(tmp_path), "x")
+    with pytest.raises(
+        ValueError,
+        match="--resume: there is no saved state in .*leave it out, and set --save-every",
+    ):
+        RunConfig(str(tmp_path), "x", resume=True).check(Settings())
+    run.open(Settings())
+    (tmp_path / "x" / "hf").mkdir()
+    with pytest.raises(ValueError, match="lies in the directory of this run; give another --name"):
+        run.check(Settings(), str(tmp_path / "x" / "hf"))
+    with pytest.raises(
+        ValueError, match=f"--name x: process {os.getpid()} on .* is at work there; end it or give"
+    ):
+        run.check(Settings())
+    assert not (tmp_path / "x.1").exists()
+
+
+def test_a_resume_with_another_seed_is_refused_and_leaves_the_settings_as_they_were(tmp_path):
+    """They were overwritten first, and a later --config began with the refused ones."""
+    run = RunConfig(str(tmp_path), "x", resume=True)
+    (tmp_path / "x" / "checkpoints" / "step-000001").mkdir(parents=True)
+    (tmp_path / "x" / "config.json").write_text('{"seed": 3}')
+    with pytest.raises(ValueError, match="--resume: .*/x was made with --seed 3; give the same"):
+        run.check(Settings())
+    assert (tmp_path / "x" / "config.json").read_text() == '{"seed": 3}'
+
+
+def test_a_resume_with_another_model_or_fewer_steps_than_were_made_is_refused(tmp_path):
+    """It was found out when the weights were loaded; and fewer steps cut the records and put older
+    weights in place.
+    """
+    run = RunConfig(str(tmp_path), "x", resume=True)
+    (tmp_path / "x" / "checkpoints" / "step-000007").mkdir(parents=True)
+    for earlier, message in (
+        ({"model_path": "a/b"}, "--resume: .*/x was made with --model a/b; give the same"),
+        ({"model": "built-in"}, "--num-steps 6: .*/x has 7 already; give more"),
+    ):
+        (tmp_path / "x" / "config.json").write_text(json.dumps(earlier))
+        with pytest.raises(ValueError, match=message):
+            run.check(Settings(num_steps=6))
+        assert json.loads((tmp_path / "x" / "config.json").read_text()) == earlier
+    run_ranks(
+        1, run.open, Settings(num_steps=7)
+    )  # as when the last save was made and the model not yet written
+
+
+# What comes from a file is checked as the command line is
+
+
+def settings_of(args, group=()):
+    """(path of names, type) of every setting."""
+    kinds = typing.get_type_hints(type(args))
+    for setting in dataclasses.fields(args):
+        value = getattr(args, setting.name)
+        if dataclasses.is_dataclass(value):
+            yield from settings_of(value, (*group, setting.name))
+        else:
+            yield (*group, setting.name), kinds[setting.name]
+
+
+def wrong_values(kind):
+    if typing.get_origin(kind) is typing.Literal:
+        return ["nonsense", str(typing.get_args(kind)[0]).upper() + "s", 3.5, None, []]
+    if typing.get_origin(kind) is tuple:
+        return ["x.jsonl", 3, None, {"a": 1}, [[]], [None]]
+    return {
+        bool: ["false", 1, None, []],
+        int: ["10", 10.5, True, None, [1]],
+        float: ["1e-6", True, None, [0.1], "nan"],
+        str: [3, True, None, ["x"]],
+    }[kind]
+
+
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+def test_a_file_with_a_value_of_another_type_is_refused_by_the_settings_flag(entry):
+    """scaleapi/vero#22: a typo in a choice fell into the last branch; trl#1450: "1e-6" is a text,
+    "false" is true. Every setting of every group, with each kind of wrong value.
+    """
+    num_refused = 0
+    for path, kind in settings_of(entry.Args()):
+        for value in wrong_values(kind):
+            nested = value
+            for name in reversed(path):
+                nested = {name: nested}
+            with pytest.raises(ValueError) as refusal:
+                from_json(entry.Args(), nested)
+            message = str(refusal.value)
+            flag = FLAGS.get(path[-1], path[-1]).replace("_", "-")
+            assert message.startswith("--") and flag in message.split()[0].rstrip(":"), message
+            assert "\n" not in message
+            num_refused += 1
+    assert num_refused > 200
+
+
+@pytest.mark.parametrize(
+    "values", [{"loss": None}, {"loss": "x"}, {"nonsense": 1}, {"loss": {"x": 1}}]
+)
+def test_a_file_with_a_group_that_is_none_or_a_name_that_is_no_setting_is_refused(values):
+    with pytest.raises(ValueError, match=r"^--(loss|nonsense)"):
+        from_json(grpo.Args(), values)
+
+
+def test_whole_numbers_are_numbers_and_lists_are_tuples():
+    args = from_json(grpo.Args(), {"loss": {"kl_coef": 1}, "optim": {"betas": [0.9, 0]}})
+    assert args.loss.kl_coef == 1.0 and isinstance(args.loss.kl_coef, float)
+    assert args.optim.betas == (0.9, 0.0)
+
+
+def test_every_settings_file_comes_back_as_it_was():
+    for entry in (grpo, ppo):
+        written = json.loads(json.dumps(dataclasses.asdict(entry.Args())))
+        assert from_json(entry.Args(), written) == entry.Args()
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("who", ["rank 1 alone", "all"])
+def test_what_one_rank_meets_is_printed_once_whichever_rank_it_is(tmp_path, who):
+    """VLM-R1#294: the job ended by a communication error, and the real cause was shown nowhere."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch.distributed as dist, run\n"
+        "run.init_distributed(0, 60.0)\n"
+        "with run.refusals():\n"
+        f"    if dist.get_rank() == 1 or {who == 'all'}:\n"
+        "        raise ValueError('--flag 3: must be\\n   less')\n"
+        "    dist.barrier()\n"
+    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    job = subprocess.run(
+        [sys.executable, *torchrun, str(program)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+    assert job.returncode != 0
+    assert (job.stdout + job.stderr).count("error: --flag 3: must be less\n") == 1, job.stderr
+
+
+# The process group
+
+START = """
+import sys, time
+sys.path.insert(0, {root!r})
+from run import init_distributed
+import torch, torch.distributed as dist
+mesh = init_distributed(7, 300.0)
+"""
+
+
+def start(tmp_path, text, num_ranks=0):
+    """Seconds and result of a program that begins with init_distributed, under torchrun if
+    num_ranks.
+    """
+    file = tmp_path / "program.py"
+    file.write_text(START.format(root=str(ROOT)) + text)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK")
+    }
+    began = time.monotonic()
+    job = subprocess.run(
+        [sys.executable, *(torchrun if num_ranks else []), str(file)],
+        capture_output=True,
+        text=True,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        timeout=100,
+    )
+    return time.monotonic() - began, job
+
+
+def test_a_program_without_torchrun_is_one_rank_and_takes_no_port(tmp_path):
+    """huggingface/trl#3979: a second job on a host died, the port was taken."""
+    text = "import os\nnames = mesh.mesh_dim_names\nhas_port = 'MASTER_PORT' in os.environ\n"
+    text += "print(mesh.size(), names, has_port, torch.initial_seed())"
+    _, job = start(tmp_path, text)
+    assert job.stdout.split("\n")[0] == "1 ('shard',) False 7", job.stderr
+
+
+@pytest.mark.slow
+def test_an_error_on_one_rank_ends_the_job_soon_with_its_traceback(tmp_path):
+    """prime-rl#2515: the other ranks waited for the watchdog, whose message hid the cause."""
+    seconds, job = start(
+        tmp_path, "if dist.get_rank() == 1:\n    nonsense\ndist.barrier()\n", num_ranks=2
+    )
+    assert job.returncode != 0 and seconds < 100, seconds  # the barrier's own limit is 300 s
+    assert (
+        "[rank 1] Traceback" in job.stderr
+        and "NameError: name 'nonsense' is not defined" in job.stderr
+    )
