@@ -103,6 +103,11 @@ class Window:
         self.no_blocks = [None] * len(self.req_ids)
         self.listed_until = int(left.min()) if len(left) else self.scheduled
 
+    def extent(self) -> tuple[Tensor, Tensor]:
+        """(tokens of each row that is listed, tokens that it may still write) before this step."""
+        num_tokens = self.num_computed[self.rows] + self.scheduled
+        return num_tokens, self.num_left[self.rows] - self.scheduled
+
     def rows_of(self, req_ids: list[str]) -> Tensor:
         """Rows in the order of the model runner, which is the same for many steps."""
         if req_ids != self._order:
@@ -164,7 +169,7 @@ class ClosedBatch:
             if window.scheduled >= window.listed_until:
                 window.list_rows()
             needs_blocks = len(window.rows) > 0 and window.scheduled >= window.allocated
-            if is_closed and not (needs_blocks and self._num_steps(len(window.rows)) == 0):
+            if is_closed and not (needs_blocks and self._num_steps(*window.extent()) == 0):
                 self.window_steps += 1
                 blocks = self._allocate(window) if needs_blocks else window.no_blocks
                 return self._next_step(window, blocks)
@@ -181,31 +186,32 @@ class ClosedBatch:
         enough = min(num_waiting, int(FREE_SHARE * self.max_num_running_reqs) + 1)
         return num_running > 0 and (num_waiting == 0 or num_free < enough)
 
-    def _num_steps(self, num_rows: int) -> int:
-        """Steps for which the pool has blocks for that many rows; 0: not a block for each."""
+    def _num_steps(self, num_tokens: Tensor, num_left: Tensor) -> int:
+        """Steps for which the pool has blocks, for rows of so many tokens; 0: not for 16."""
         num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         num_steps = TOKENS_AHEAD
-        while num_steps >= min(self._block_sizes):
-            # One more: the first block of a row may be nearly full.
-            num_blocks = sum(num_steps // size + 1 for size in self._block_sizes)
-            if num_rows * num_blocks <= num_free:
+        while num_steps >= 16:
+            ends = num_tokens + num_left.clamp(max=num_steps)
+            # From ceil(tokens / size) blocks to ceil(ends / size).
+            needed = [(-num_tokens // size) - (-ends // size) for size in self._block_sizes]
+            if sum(int(each.sum()) for each in needed) <= num_free:
                 return num_steps
             num_steps //= 2
         return 0
 
     def _open(self) -> None:
         """A window, if all that run do nothing but decode and the pool has blocks."""
-        if not all(map(_only_decodes, self.running)) or not self._num_steps(len(self.running)):
+        if not all(map(_only_decodes, self.running)):
             return
         room = self.max_model_len
         limits = [min(r.max_tokens, room - r.num_prompt_tokens) for r in self.running]
         window = Window(list(self.running), limits)
-        if len(window.ids):
+        if len(window.ids) and self._num_steps(*window.extent()):
             self.window = window
 
     def _allocate(self, window: Window) -> list[tuple[list[int], ...] | None]:
         """New block ids of each row, for its next steps."""
-        num_steps = self._num_steps(len(window.rows))
+        num_steps = self._num_steps(*window.extent())
         in_flight = window.scheduled - window.received
         blocks = []
         for row in window.rows.tolist():

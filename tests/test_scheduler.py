@@ -336,20 +336,20 @@ def pair(model):
         (17, [1, 2, 12, 40], dict()),
         (64, [3, 30], dict(temperature=0.0)),
         (64, [3, 30], dict(seeds=False)),
-        (512, [4, 16, 24], dict(temperature=0.0)),
+        (512, [4, 16, 30], dict(temperature=0.0)),
     ],
 )
 def test_engines_give_the_same_tokens_and_log_probabilities(pair, num, limits, options):
     """In every bit; stops and limits mixed, with a seed a request, with one for all, and greedy."""
     compare = functools.partial(Pair.compare, num=num, limits=limits, **options)
     [(is_equal, num_tokens, window_steps, *_)] = pair(compare)
-    assert is_equal and num_tokens >= num and window_steps > 10
+    assert is_equal and num_tokens >= num and window_steps > 20
 
 
 def test_so_they_do_with_a_pool_that_is_too_small(pair):
-    compare = functools.partial(Pair.compare, num=200, limits=[200, 300], temperature=0.0)
+    compare = functools.partial(Pair.compare, num=500, limits=[120, 150], temperature=0.0)
     [(is_equal, _, window_steps, theirs, ours)] = pair(compare)
-    assert is_equal and window_steps > 100 and theirs > 0 and ours > 0
+    assert is_equal and window_steps > 50 and theirs > 0 and ours > 0
 
 
 @pytest.mark.slow
