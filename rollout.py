@@ -101,6 +101,8 @@ class RolloutConfig:
         self._require("memory_fraction", 0 < self.memory_fraction < 1, "between 0 and 1; try 0.45")
         for name in ("length_bins", "kv_cache_gb", "max_num_seqs", "max_num_batched_tokens"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
+        if not torch.cuda.is_available():
+            self._require("quantization", self.quantization != "fp8", "fp8_per_channel on a CPU")
         if self.backend == "hf":
             is_plain = size == 1 and not self.eight_bit
             only = "vllm (installed): hf has neither tensor parallelism nor 8 bits"
@@ -312,6 +314,9 @@ class Engine:
 
         def finish(index: int, response_ids: Tensor, logprobs: Tensor, truncated: bool) -> None:
             prompt = prompts[index // num_samples]
+            if not torch.isfinite(logprobs).all():
+                bad = f"log-probabilities of response {index} are not finite: {logprobs.tolist()}"
+                raise RuntimeError(f"the sampler computes garbage with this model: {bad:.200}")
             rollout = Rollout(torch.tensor(prompt), response_ids, logprobs, truncated)
             rollouts[index] = rollout
             self.expected_lengths[hash(tuple(prompt))] = len(response_ids)
@@ -367,11 +372,8 @@ class Engine:
             seed=seed + start * num_samples,
             on_finished=finished,
         )
-        found = {}
-        for position in owned:
-            first = (position - start) * num_samples
-            found[position] = rollouts[first : first + num_samples]
-        return found
+        firsts = {position: (position - start) * num_samples for position in owned}
+        return {position: rollouts[i : i + num_samples] for position, i in firsts.items()}
 
     def _submission_order(self, prompts: list[list[int]]) -> list[int]:
         """Indices of prompts by bins of expected response length, the bin of the longest first."""
@@ -380,10 +382,8 @@ class Engine:
         expected = [known.get(hash(tuple(prompt)), len(prompt)) for prompt in prompts]
         by_length = sorted(range(len(prompts)), key=lambda p: -expected[p])
         size = -(-len(prompts) // max(1, self.config.length_bins))
-        order = []
-        for i in range(0, len(prompts), size):
-            order += sorted(by_length[i : i + size])
-        return order
+        bins = [by_length[i : i + size] for i in range(0, len(prompts), size)]
+        return [p for each in bins for p in sorted(each)]
 
     def _require(self, states: str, message: str) -> None:
         if self.state not in states.split():

@@ -40,12 +40,13 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from array import array
 from typing import Any
 
 import torch
 from torch import Tensor
 
-TESTED = ((0, 26), (0, 32))  # the oldest and the newest vLLM
+TESTED = ((0, 26), (0, 32))  # versions of vLLM: what lies between is taken
 TOKENS_AHEAD = 512  # a row's blocks are allocated for so many tokens at a time
 FREE_SHARE = 1 / 8  # of the places: with fewer free, those who wait for a place go on waiting
 
@@ -57,8 +58,7 @@ def closed_batch_scheduler() -> type | None:
 
     found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
     version = tuple(int(part) for part in found.groups()) if found else (0, 0)
-    oldest, newest = TESTED
-    if not oldest <= version <= newest:
+    if not min(TESTED) <= version <= max(TESTED):
         if os.environ.get("RANK", "0") == "0":
             print(f"vLLM {vllm.__version__} keeps its own scheduler: ours knows 0.26 to 0.32")
         return None
@@ -302,7 +302,9 @@ class ClosedBatch:
         from vllm.v1.request import RequestStatus
 
         rows = window.rows_of(result.req_ids)
-        ids = torch.tensor(list(itertools.chain.from_iterable(result.sampled_token_ids)))
+        # One id a row; through an array, which takes a fifth of torch.tensor's time.
+        sampled = array("q", itertools.chain.from_iterable(result.sampled_token_ids))
+        ids = torch.frombuffer(sampled, dtype=torch.int64)
         logprobs = None
         if result.logprobs is not None:
             logprobs = torch.as_tensor(result.logprobs.logprobs[:, 0])
