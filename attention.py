@@ -17,15 +17,16 @@ all:
 Boundaries travel as the model's own flash-attention keyword arguments (`cu_seq_lens_q`,
 `max_length_q`), so gradient checkpointing hands them to the recomputed forward as well. If they do
 not arrive, it raises; and a model that mixes tokens by anything else than this function
-(convolutions, recurrent states, its own attention) is refused.
+(convolutions, recurrent states, its own attention) is refused. So is a sequence so long that its
+rotary positions would depend on its neighbours (`rotary_limit`).
 
     row        a a a | b b            cu_seqlens 0 3 5
     attention  a sees a; b sees b     scores 3x3 and 2x2, not 5x5
 
 Shapes: N tokens in a row, S sequences, H query heads, K key/value heads, D head size; a model's are
-[1, heads, N, D]. What we give up: attention sinks, soft-caps of attention scores, chunked attention
-(all refused); context parallelism. Source: FlashAttention-2 varlen (Dao 2023, arXiv:2307.08691), as
-torch.nn.attention.varlen.
+[1, heads, N, D]. What we give up: attention sinks, soft-caps of attention scores, chunked and
+bidirectional attention, dropout (all refused); context parallelism. Source: FlashAttention-2 varlen
+(Dao 2023, arXiv:2307.08691), as torch.nn.attention.varlen.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ SUITABLE = (
     "a model of full or sliding-window attention "
     "(Llama, Qwen2, Qwen3, Mistral, Phi, OLMo, Gemma 1 and 3 work)"
 )
+ONE_WAY = "packed attention lets a token see its past alone"
+# Frequencies of these are the same for every row.
+FIXED_ROTARY = {"default", "linear", "yarn", "llama3", "proportional"}
 
 
 def use_packed_attention(model: nn.Module) -> None:
@@ -57,7 +61,8 @@ def use_packed_attention(model: nn.Module) -> None:
 
     # What is not routed through the interface would run as before, over the whole row, and say
     # nothing.
-    layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    config = model.config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or ())
     layer_types -= {"full_attention", "sliding_attention"}
     if layer_types or model._is_stateful or not model._supports_attention_backend:
         raise ValueError(
@@ -65,9 +70,49 @@ def use_packed_attention(model: nn.Module) -> None:
             f"{', '.join(sorted(layer_types)) or 'code of its own'}, which "
             f"would cross the sequences of a packed row; use {SUITABLE}"
         )
+    parts = [config, *model.modules()]
+    if any(getattr(part, "is_causal", None) is False for part in parts):
+        raise ValueError(f"{type(model).__name__}: is not causal: {ONE_WAY}; use {SUITABLE}")
+    limit = rotary_limit(config)
+    if limit is not None:
+        model.register_forward_pre_hook(_refuse_longer(limit), with_kwargs=True)
+        decoder = model.get_decoder()
+        if decoder is not model:
+            decoder.register_forward_pre_hook(_refuse_longer(limit), with_kwargs=True)
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, _no_mask)
     model.set_attn_implementation(NAME)
+
+
+def rotary_limit(config) -> int | None:
+    """The longest sequence whose rotary angles do not depend on the others in its row; None: any.
+
+    Transformers chooses the frequencies of "longrope" and "dynamic" once for a row, by its largest
+    position. Up to the original length it chooses the same ones for every row.
+    """
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    scaling = scaling or {}
+    by_layer_type = [x for x in scaling.values() if isinstance(x, dict)]
+    limits = []
+    for rope in by_layer_type or [scaling]:
+        if rope.get("rope_type", rope.get("type", "default")) not in FIXED_ROTARY:
+            original = rope.get("original_max_position_embeddings")
+            limits.append(original or config.max_position_embeddings)
+    return min(limits, default=None)
+
+
+def _refuse_longer(limit: int):
+    """A hook on the forward: an error for a row with a sequence above the limit."""
+
+    def check(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        longest = kwargs.get("max_length_q") or 0
+        if longest > limit:
+            raise ValueError(
+                f"{type(module).__name__}: its rotary positions depend on a row's longest sequence "
+                f"above {limit} tokens, this row's has {longest}; shorten prompt + response limit"
+            )
+
+    return check
 
 
 def _no_mask(*args, **kwargs) -> None:
@@ -85,6 +130,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     **_,
@@ -94,13 +140,13 @@ def packed_attention(
 
     `sliding_window` w: a token sees itself and the w - 1 tokens before it. Raises ValueError when
     the boundaries are missing, and for what neither backend computes (a score soft-cap, attention
-    sinks, a mask, more than one row).
+    sinks, a mask, more than one row, dropout, a token that sees what comes after it).
     """
     if cu_seq_lens_q is None:
         raise ValueError(
             f"{type(module).__name__} got no cu_seq_lens_q: pass the row's cu_seqlens to the "
-            "model's forward; a model "
-            "class that drops keyword arguments cannot be trained on packed rows"
+            "model's forward; for padded batches and generate() call "
+            'model.set_attn_implementation("sdpa") first'
         )
     if (
         softcap is not None
@@ -113,6 +159,11 @@ def packed_attention(
             "and has no soft-cap or attention "
             f"sinks; use {SUITABLE}"
         )
+    if dropout:
+        advice = "set attention_dropout of its config to 0"
+        raise ValueError(f"{type(module).__name__}: packed attention drops nothing; {advice}")
+    if is_causal is False:
+        raise ValueError(f"{type(module).__name__}: is not causal: {ONE_WAY}")
     backend = _varlen_attention if query.is_cuda else _segment_attention
     return backend(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q), None
 

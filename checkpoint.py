@@ -1,4 +1,4 @@
-"""Saving and resuming a run, and exporting its model for everybody else.
+"""Saving a run, and going on with it exactly, on any number of ranks.
 
 The problem. A checkpoint is written while the machine may die: a half-written directory under the
 final name is worse than none. It must hold everything that decides the next step (weights,
@@ -13,22 +13,32 @@ completely or not at all. What belongs to one rank (generator state) or is the s
     runs/x/checkpoints/.step-000060/  the run died here; ignored, and removed by the next save
 All hosts must see the same directory.
 
-The export is a Hugging Face directory: full tensors come in buckets (from reshard.iter_full_params)
-and go to files of at most `max_shard_bytes`, so that no rank holds a 7 B model's 15 GB.
+A directory that cannot be read (a file is cut off, or gone) is said to be damaged, the one before
+it is loaded on all ranks, and then the damaged one is renamed. A checkpoint of another model is not
+damaged; it is refused.
 
-What we give up: asynchronous saves (one in five runs of DCP's aborted a rank).
-Source: torch.distributed.checkpoint; the safetensors index format of Transformers.
+Weights and moments come from the checkpoint. The optimizer's settings (weight decay, betas) stay
+those that it was made with, and a line says which differ. Its learning rate is restored, for those
+whose schedule goes on from it.
+
+    state = {"model": TrainState(model, optimizer), "generators": GeneratorState()}
+    first_step = load("checkpoints", state)  # 0 if nothing is there
+    save("checkpoints", first_step + 1, state)
+
+What we give up: asynchronous saves (with DCP's, one run in five ended with a rank aborted);
+checksums. Source: torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,17 +46,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-
-class Stateful(Protocol):
-    """What save() and load() take: anything with these two methods."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+# What unpickling a file raises when bytes of it are missing or wrong.
+DAMAGE = (OSError, EOFError, RuntimeError, LookupError, ValueError, TypeError, AttributeError)
+DAMAGE += (ImportError, MemoryError, pickle.UnpicklingError)
 
 
 class TrainState:
-    """A sharded model and its optimizer as one Stateful; saved shard by shard, loads at any world
+    """A sharded model and its optimizer as one entry; saved shard by shard, loads at any world
     size.
     """
 
@@ -63,12 +69,28 @@ class TrainState:
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        groups = getattr(self.optimizer, "param_groups", [])
+        kept = ("params", "lr", "initial_lr")
+        settings = [{key: x for key, x in g.items() if key not in kept} for g in groups]
         set_state_dict(
             self.model,
             self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
+        for group, ours in zip(groups, settings, strict=True):
+            for key, value in ours.items():
+                saved = group.get(key, value)
+                if _plain(saved) != _plain(value) and _is_rank0():
+                    print(f"resume: {key} was {saved}, is {value} from now on", flush=True)
+            group.update(ours)
+
+
+def _plain(value: Any) -> Any:
+    """An optimizer's option, however it was written: (0.9, 0.98) or [0.9, 0.98], 1 or tensor(1)."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    return list(value) if isinstance(value, tuple) else value
 
 
 class GeneratorState:
@@ -95,99 +117,200 @@ class GeneratorState:
             torch.cuda.set_rng_state(state["cuda"])
 
 
-def save(out_dir: str | Path, step: int, state: Mapping[str, Stateful], *, keep: int = 2) -> None:
+def save(out_dir: str | Path, step: int, state: Mapping[str, Any], *, keep: int = 2) -> None:
     """Write `state` as out_dir/step-N, complete or not at all, then remove all but the newest
     `keep`. Collective.
 
-    TrainState entries go into DCP shards, all others into one small file per rank. OSError (disk
-    full) leaves earlier checkpoints as they were.
+    state: entries with state_dict() and load_state_dict(state). TrainStates go into DCP shards, all
+    others into one small file per rank. Only what save() has written is removed, and never the step
+    itself. Raises ValueError if a later step is there, which is another run's, and OSError (disk
+    full, ranks that do not see one directory); both leave earlier checkpoints as they were.
     """
     out_dir = Path(out_dir)
     final = out_dir / f"step-{step:06d}"
     temporary = out_dir / f".step-{step:06d}"
+    newest = _complete(out_dir)[-1:]
+    if newest and _step_of(newest[0]) > step:
+        rule = "is of a later step, so of another run; save elsewhere, or remove it"
+        raise ValueError(f"{newest[0]}: {rule}")
+    _barrier()  # all have looked
     if _is_rank0():
         out_dir.mkdir(parents=True, exist_ok=True)
         for stale in out_dir.glob(".step-*"):
             shutil.rmtree(stale)
-    _barrier()
-    try:
-        dcp.save(_sharded(state), checkpoint_id=temporary)
-    except dcp.CheckpointException as error:  # on all ranks, whichever failed
-        if _is_rank0():
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(
-            f"{final}: not saved ({_cause(error)}); earlier checkpoints are as they were"
-        ) from error
-    small = {
-        name: value.state_dict()
-        for name, value in state.items()
-        if not isinstance(value, TrainState)
-    }
-    rank_file = temporary / f"rank{_rank()}.pt"
-    torch.save({"step": step, "world_size": _world_size(), "state": small}, rank_file)
-    with open(rank_file, "rb") as file:
-        os.fsync(file.fileno())
-    _barrier()
+    _barrier()  # what others write from here on stays
+    problem = _write(temporary, step, state)
+    _barrier()  # all files are there
+    if problem is None and _is_rank0():
+        files = [temporary / f"rank{rank}.pt" for rank in range(_world_size())]
+        if not all(file.exists() for file in files):
+            problem = "ranks write to different directories; it must be on a shared file system"
+    problem = _first(problem)
+    if problem:
+        shutil.rmtree(temporary, ignore_errors=True)  # on all ranks, who may be on several hosts
+        raise OSError(f"{final}: not saved ({problem}); earlier checkpoints are as they were")
     if _is_rank0():
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
         for old in _complete(out_dir)[:-keep]:
-            shutil.rmtree(old)
+            if old != final:
+                shutil.rmtree(old)
     _barrier()
 
 
-def load(out_dir: str | Path, state: Mapping[str, Stateful]) -> int:
-    """The step of the newest complete checkpoint in out_dir, after loading it into `state`; 0 if
-    there is none.
+def _write(directory: Path, step: int, state: Mapping[str, Any]) -> str | None:
+    """Write this rank's files; what went wrong, if anything did."""
+    try:
+        dcp.save(_sharded(state), checkpoint_id=directory)
+    except dcp.CheckpointException as error:  # on all ranks, whichever failed
+        return _cause(error)
+    small = {
+        name: value.state_dict()
+        for name, value in state.items()
+        if not isinstance(value, TrainState)
+    }
+    rank_file = directory / f"rank{_rank()}.pt"
+    try:
+        torch.save({"step": step, "world_size": _world_size(), "state": small}, rank_file)
+        with open(rank_file, "rb") as file:
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # torch's writer raises the second
+        return _line(error)
+    return None
+
+
+def load(out_dir: str | Path, state: Mapping[str, Any]) -> int:
+    """The step of the newest whole checkpoint in out_dir, after loading it into `state`; 0 if there
+    is none.
 
     Collective. On another number of ranks entries that belong to one rank (generators) come from
-    some rank's file, with a message. Raises ValueError for a checkpoint of another model.
+    some rank's file, with a message. Damaged ones are passed over with a message, and get the
+    suffix .damaged once an older one is loaded. Raises ValueError for a checkpoint of another model
+    or of other entries, if all are damaged, and if ranks see different ones.
     """
     found = _complete(Path(out_dir))
-    if not found:
-        return 0
-    if _is_rank0():
-        print(f"resume: from {found[-1]}", flush=True)
-    dcp_state = _sharded(state)
-    try:
-        dcp.load(dcp_state, checkpoint_id=found[-1])
-    except dcp.CheckpointException as error:
-        why = _cause(error)
-        raise ValueError(
-            f"{found[-1]}: is not of this model ({why}); resume with the same --model"
-        ) from error
-    rank_file = found[-1] / f"rank{_rank()}.pt"
+    names = _gather([directory.name for directory in found])
+    if any(theirs != names[0] for theirs in names):
+        rule = "the directory must be on a file system that all ranks share"
+        raise ValueError(f"{out_dir}: ranks see different checkpoints in it; {rule}")
+    damaged = []
+    for directory in reversed(found):
+        problem = _read(directory, state)
+        if problem is None:
+            for each in damaged if _is_rank0() else ():
+                shutil.rmtree(f"{each}.damaged", ignore_errors=True)
+                each.rename(f"{each}.damaged")
+            _barrier()
+            return _step_of(directory)
+        damaged.append(directory)
+        if _is_rank0():
+            print(f"resume: {directory} is damaged ({problem})", flush=True)
+    if damaged:
+        why = f"{damaged[0].name} is damaged, and no other one is whole"
+        raise ValueError(f"{out_dir}: {why}; start without --resume, or bring a whole one")
+    return 0
+
+
+def _read(directory: Path, state: Mapping[str, Any]) -> str | None:
+    """Load the checkpoint into `state`; what is damaged in it, if anything is, on all ranks."""
+    rank_file = directory / f"rank{_rank()}.pt"
     if not rank_file.exists():
-        rank_file = found[-1] / "rank0.pt"
-    saved = torch.load(rank_file, weights_only=False)
-    if saved["world_size"] != _world_size() and _is_rank0():
-        ranks = f"saved by {saved['world_size']} ranks, loaded by {_world_size()}"
-        print(f"checkpoint: {ranks}: samples will differ", flush=True)
+        rank_file = directory / "rank0.pt"
+    saved: dict[str, Any] = {}
+    problem = None
+    try:
+        saved = torch.load(rank_file, weights_only=False)
+        lacking = set(state) - set(saved["state"])
+    except DAMAGE as error:
+        problem = f"{rank_file.name}: {_line(error)}"
+    problem = _first(problem)
+    if problem:
+        return problem
+    lacking = [name for name in lacking if not isinstance(state[name], TrainState)]
+    if lacking:
+        rule = "resume with the settings that it was saved with"
+        raise ValueError(f"{directory}: has no entry {', '.join(sorted(lacking))}; {rule}")
+    sharded = _sharded(state)
+    try:
+        dcp.load(sharded, checkpoint_id=directory, planner=_Planner())
+    except dcp.CheckpointException as error:
+        if any(isinstance(failure[0], _OtherModel) for failure in error.failures.values()):
+            why = f"is not of this model ({_cause(error)})"
+            rule = "resume with the same --model and settings"
+            raise ValueError(f"{directory}: {why}; {rule}") from None
+        return _cause(error)
+    if _is_rank0():
+        print(f"resume: from {directory}", flush=True)
+        if saved["world_size"] != _world_size():
+            ranks = f"saved by {saved['world_size']} ranks, loaded by {_world_size()}"
+            print(f"checkpoint: {ranks}: samples will differ", flush=True)
     for name, value in state.items():
-        value.load_state_dict(
-            dcp_state[name] if isinstance(value, TrainState) else saved["state"][name]
-        )
-    return saved["step"]
+        is_sharded = isinstance(value, TrainState)
+        value.load_state_dict(sharded[name] if is_sharded else saved["state"][name])
+    return None
+
+
+class _OtherModel(ValueError):
+    """The checkpoint is whole and has other tensors."""
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """Tells a checkpoint of another model from a damaged one: its list of tensors can be read."""
+
+    def create_local_plan(self):
+        try:
+            plan = super().create_local_plan()
+        except (RuntimeError, ValueError) as error:
+            raise _OtherModel(str(error)) from None
+        for name, ours in self.state_dict.items():
+            theirs = getattr(self.metadata.state_dict_metadata[name], "properties", None)
+            if isinstance(ours, torch.Tensor) and theirs and theirs.dtype != ours.dtype:
+                types = f"{name} is {theirs.dtype} in it and {ours.dtype} here"
+                raise _OtherModel(f"{types}: see --model.master-dtype")
+        return plan
 
 
 def _cause(error: dcp.CheckpointException) -> str:
     """What happened first on a rank that failed, in a line."""
     first = next(iter(error.failures.values()))[0]
-    while first.__context__ is not None:  # a writer that fails again while it is closed
-        first = first.__context__
-    return " ".join(str(first).split())
+    while first.__context__ is not None and not isinstance(first, _OtherModel):
+        first = first.__context__  # a writer fails again while it is closed
+    return _line(first)
 
 
-def _sharded(state: Mapping[str, Stateful]) -> dict[str, Any]:
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _sharded(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value.state_dict() for name, value in state.items() if isinstance(value, TrainState)
     }
 
 
 def _complete(out_dir: Path) -> list[Path]:
-    found = [p for p in out_dir.glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+    """The checkpoints of save() in out_dir, oldest first; a host's own step-N is none."""
+    named = [p for p in out_dir.glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)]
+    return sorted((p for p in named if any(p.glob("rank*.pt"))), key=_step_of)
+
+
+def _step_of(directory: Path) -> int:
+    return int(directory.name.removeprefix("step-"))
+
+
+def _gather(value: Any) -> list:
+    """Each rank's value."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _first(problem: str | None) -> str | None:
+    """The first rank's problem, on all ranks."""
+    return next((found for found in _gather(problem) if found), None)
 
 
 def _rank() -> int:

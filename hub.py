@@ -37,23 +37,70 @@ def find_model(name: str, longest: int, flag: str = "--model") -> str:
     """The local directory of a model: `name` if it is one, else its snapshot from the Hub.
 
     Collective. Raises ValueError, which begins with `flag`, for a directory without config.json,
-    for a Hub name that cannot be fetched, and for a model with fewer positions than `longest`, the
-    tokens of a prompt with its response.
+    for a Hub name that cannot be fetched, for files that are missing, and for a model with fewer
+    positions than `longest`, the tokens of a prompt with its response.
     """
     path = name if Path(name).exists() else _fetch(name, flag)
-    config_file = Path(path) / "config.json"
-    if not config_file.exists():
+    if not (Path(path) / "config.json").exists():
         advice = "give a Hugging Face model directory or a Hub name"
         raise ValueError(f"{flag} {name}: has no config.json; {advice}")
-    config = json.loads(config_file.read_text())
-    positions = config.get("max_position_embeddings", longest)
-    if longest > positions and not config.get("rope_scaling"):
+    positions = num_positions(_config(path, f"{flag} {name}"), f"{flag} {name}")
+    if positions is not None and longest > positions:
         lengths = "--data.max-prompt-tokens + --rollout.max-response-tokens"
         half = positions // 2
         advice = f"lower one of them; try {half} and {positions - half}"
         has = f"has {positions} positions, {lengths} want {longest}"
         raise ValueError(f"{flag} {name}: {has}; {advice}")
+    _tensor_files(path, f"{flag} {name}")
     return path
+
+
+def _config(path: str, label: str):
+    """The configuration of the model's text part, in the spelling of this Transformers."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path).get_text_config()
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise ValueError(f"{label}: config.json is of no model for Transformers ({why})") from None
+
+
+def num_positions(config, label: str = "model") -> int | None:
+    """How long a sequence may be, of a Transformers configuration; None: no limit is known.
+
+    Yarn and linear scaling stretch the positions by their factor. "longrope" has two sets of angles
+    and Transformers chooses one by the longest sequence of a row, so what it was trained with
+    before stretching is the limit. Raises ValueError for "dynamic": the sampler's angles differ.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    original = rope.get("original_max_position_embeddings")
+    if kind == "dynamic":
+        rule = "its rotary angles depend on the lengths in a batch, and the sampler's do not"
+        raise ValueError(f"{label}: has dynamic rotary scaling: {rule}; use yarn or none")
+    if kind == "longrope":
+        return original or positions
+    if kind in ("yarn", "linear") and positions is not None:
+        return max(positions, int((original or positions) * rope.get("factor", 1)))
+    return positions
+
+
+def _tensor_files(path: str, label: str) -> list[Path]:
+    """The files that hold the model: those of the index where there is one."""
+    index = Path(path) / "model.safetensors.index.json"
+    single = Path(path) / "model.safetensors"
+    if not index.exists() and not single.exists():
+        advice = "save the model with model.save_pretrained(dir) first"
+        raise ValueError(f"{label}: has no {single.name} and no index of several; {advice}")
+    if not index.exists():
+        return [single]
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    for name in names:
+        if not (Path(path) / name).exists():
+            raise ValueError(f"{label}: {name}, which {index.name} names, is missing")
+    return [Path(path) / name for name in names]
 
 
 def _fetch(name: str, flag: str) -> str:
@@ -74,8 +121,9 @@ def _snapshot(name: str, flag: str) -> tuple[str, str | None]:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+    others = ["adapter_model*", "consolidated*", "original/*"]
     try:
-        return snapshot_download(name, allow_patterns=patterns), None
+        return snapshot_download(name, allow_patterns=patterns, ignore_patterns=others), None
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         why = " ".join(str(error).split())  # on one line
         return "", f"{flag} {name}: no such directory, and not on the Hub ({why})"
@@ -104,7 +152,7 @@ def find_critic(name: str, longest: int, flag: str, policy_path: str, *, has_hea
         return ""
     path = find_model(name, longest, flag)
     labels = 0
-    for file in Path(path).glob("*.safetensors"):
+    for file in _tensor_files(path, f"{flag} {name}"):
         with safe_open(file, framework="pt") as tensors:
             if "score.weight" in list(tensors.keys()):
                 labels = tensors.get_slice("score.weight").get_shape()[0]
@@ -123,7 +171,7 @@ def memory_plan(path: str, master_dtype: str, frozen_copies: int) -> str:
     from safetensors import safe_open
 
     num_parameters = 0
-    for file in Path(path).glob("*.safetensors"):
+    for file in _tensor_files(path, path):
         with safe_open(file, framework="pt") as tensors:
             for name in list(tensors.keys()):
                 num_parameters += math.prod(tensors.get_slice(name).get_shape())

@@ -36,6 +36,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import types
 from collections.abc import Callable, Sequence
 
@@ -71,6 +72,11 @@ def token_values(critic: nn.Module, row) -> Tensor:
 
 def _run(model: nn.Module, method, row, *options):
     """method(model, ...) on the row, as a method that FSDP knows."""
+    if not hasattr(model, "get_decoder"):  # DDP, which reduces gradients around forward alone
+        rule = "put the call into the forward of a module of yours, and wrap that"
+        raise ValueError(
+            f"{type(model).__name__} is no Transformers model; if it wraps one: {rule}"
+        )
     if not hasattr(model, method.__name__):
         setattr(model, method.__name__, types.MethodType(method, model))
         if isinstance(model, FSDPModule):
@@ -156,27 +162,22 @@ def warm_up(models: Sequence[nn.Module | None], rows: Sequence, present: Callabl
     it. Compiled code is chosen by ranges of a row's length, so rows should be of all sizes.
     present(model) is a context in which the model is on the device (offload.Offload.present).
     """
-    if not torch.cuda.is_available():
-        return
-    for model in models:
+    for model in models if torch.cuda.is_available() else ():
         if model is None:
             continue
+        learns = any(parameter.requires_grad for parameter in model.parameters())
         with present(model):
             for row in rows:
-                _warm_up(model, row.to(model.device))
+                on_device = row.to(model.device)
+                with torch.no_grad():
+                    _logprobs_or_values(model, on_device)
+                if learns:
+                    _logprobs_or_values(model, on_device).sum().backward()
             model.zero_grad(set_to_none=True)
 
 
-def _warm_up(model: nn.Module, row) -> None:
-    def compute() -> Tensor:
-        if hasattr(model, "score"):
-            return token_values(model, row)
-        return token_logprobs(model, row)[0]
-
-    with torch.no_grad():
-        compute()
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        compute().sum().backward()
+def _logprobs_or_values(model: nn.Module, row) -> Tensor:
+    return token_values(model, row) if hasattr(model, "score") else token_logprobs(model, row)[0]
 
 
 def _with_field(rows: list[list], name: str, compute: Callable) -> list[list]:
@@ -197,34 +198,45 @@ def response_positions(response_mask: Tensor, num_response_tokens: int) -> Tenso
 
 
 def _response_logprobs(
-    self: nn.Module,
-    tokens: Tensor,
-    position_ids: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    positions: Tensor,
-    temperature: float,
-    chunk: int,
+    self: nn.Module, tokens, position_ids, cu_seqlens, max_seqlen, positions, temperature, chunk
 ) -> tuple[Tensor, Tensor]:
     states = _states_before(self, tokens, position_ids, cu_seqlens, max_seqlen, positions)
-    head = self.get_output_embeddings()
+    head = plain_head(self)
     softcap = getattr(self.config, "final_logit_softcapping", None)
     fused = any(module._compiled_call_impl is not None for module in self.modules())
     logprobs, entropy = head_logprobs(
         states, head.weight, head.bias, tokens[positions], temperature, softcap, chunk, fused
     )
-    zeros = torch.zeros(len(tokens), dtype=torch.float32, device=tokens.device)
-    return zeros.index_put((positions,), logprobs), zeros.index_put((positions,), entropy)
+    found = (logprobs, entropy)
+    return tuple(_placed(values, positions, cu_seqlens, tokens) for values in found)
+
+
+def _placed(values: Tensor, positions: Tensor, cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
+    """values [R] at their positions in the row, 0 elsewhere and at first tokens: [N] fp32."""
+    placed = torch.zeros(len(tokens), device=tokens.device).index_put((positions,), values)
+    # The state before a sequence's first token is its neighbour's.
+    return placed.index_fill(0, cu_seqlens[:-1].long(), 0)
+
+
+def plain_head(model: nn.Module) -> nn.Linear:
+    """The output matrix of a model whose logits are its product with the states, and no more."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        advice = "merge its adapters, or leave the head without"
+        raise ValueError(f"the head is a {type(head).__name__}, not a matrix; {advice}")
+    for name, value in vars(model.config.get_text_config()).items():
+        if re.search("logits?_scal|logits?_mult|lm_head_mult", name) and value not in (None, 1.0):
+            kind = type(model).__name__
+            raise ValueError(f"{kind}: models that scale their logits ({name}) are not supported")
+    return head
 
 
 def _response_values(
     self: nn.Module, tokens: Tensor, position_ids, cu_seqlens, max_seqlen, positions
 ) -> Tensor:
     states = _states_before(self, tokens, position_ids, cu_seqlens, max_seqlen, positions)
-    values = (
-        states.float() @ self.score.weight[0].float()
-    )  # bf16 would round a value of 0.9 to 1/256
-    return torch.zeros(len(tokens), device=tokens.device).index_put((positions,), values)
+    values = states.float() @ self.score.weight[0].float()  # bf16 would round 0.9 to 1/256
+    return _placed(values, positions, cu_seqlens, tokens)
 
 
 def _states_before(

@@ -32,7 +32,10 @@ arXiv:1711.05101).
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,25 +51,15 @@ from torch.distributed.tensor import DTensor
 @dataclass(frozen=True)
 class ModelConfig:
     master_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights the optimizer updates; bfloat16 halves memory and loses updates below 0.4
-    % of a weight.
-    """
+    """Type of the weights that are updated; bfloat16 halves memory, loses updates below 0.4 %."""
     activation_checkpointing: bool = False
-    """Keep one activation per layer and compute the others again in the backward: less memory,
-    about 25 % more time.
-    """
+    """Keep one activation a layer, compute the others again: less memory, 25 % more time."""
     compile: bool = field(default_factory=lambda: torch.cuda.is_available())
-    """torch.compile each decoder layer (on by default on a GPU): faster, and closer to the
-    sampler's rounding.
-    """
+    """torch.compile each decoder layer: faster, and closer to the sampler's rounding."""
     reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward (ZeRO-3); off: keep them until its backward
-    (ZeRO-2).
-    """
+    """Free a layer's gathered weights after its forward (ZeRO-3); off: after its backward."""
     reduce_every_row: bool = False
-    """Reduce gradients after every row, not once per minibatch: more communication, no unsharded
-    fp32 gradients.
-    """
+    """Reduce gradients after every row: more communication, no unsharded fp32 gradients."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +95,13 @@ def load_policy(
     dropout.
 
     Collective. trainable False: a frozen reference, in the compute dtype (bf16 on GPU, fp32 on
-    CPU). Raises ValueError for a directory without safetensors, and for tensors that are missing or
-    have another shape.
+    CPU). Raises ValueError for a model that cannot be trained here (experts, scaled logits,
+    quantized weights) and as load_shards does.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    return _load(
-        AutoModelForCausalLM, AutoConfig.from_pretrained(path), path, mesh, config, trainable
-    )
+    hf_config = AutoConfig.from_pretrained(path)
+    return _load(AutoModelForCausalLM, hf_config, path, mesh, config, trainable)
 
 
 def load_critic(
@@ -124,21 +116,16 @@ def load_critic(
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     hf_config = AutoConfig.from_pretrained(path, num_labels=1)
+    auto_class = AutoModelForSequenceClassification
     new = ("score.weight",) if trainable else ()
-    return _load(
-        AutoModelForSequenceClassification, hf_config, path, mesh, config, trainable, new=new
-    )
+    others = ("lm_head.weight", "lm_head.bias")
+    return _load(auto_class, hf_config, path, mesh, config, trainable, new, others)
 
 
-def _load(
-    auto_class, hf_config, path: str, mesh, config: ModelConfig | None, trainable: bool, new=()
-) -> nn.Module:
+def _load(auto_class, hf_config, path: str, mesh, config, trainable, new=(), unused=()):
     config = config or ModelConfig()
-    for unsupported in ("logit_scale", "logits_scaling"):
-        if getattr(hf_config, unsupported, 1.0) != 1.0:
-            raise ValueError(
-                f"{path}: models that scale their logits ({unsupported}) are not supported"
-            )
+    if getattr(hf_config, "quantization_config", None):
+        raise ValueError(f"{path}: is quantized; dequantize the model and save it first")
     for name, value in list(vars(hf_config).items()):
         if "drop" in name and isinstance(value, float):
             setattr(hf_config, name, 0.0)
@@ -146,21 +133,30 @@ def _load(
     dtype = getattr(torch, config.master_dtype) if trainable else compute_dtype
     with parameters_on_meta():
         model = auto_class.from_config(hf_config, dtype=dtype)
+    _refuse_unsupported(model, path)
     model = shard(model, mesh, config, compute_dtype)
-    load_shards(model, path, new=new)
+    load_shards(model, path, new=new, unused=unused)
     if not trainable:
         model.requires_grad_(False)
-        model.set_reshard_after_forward(
-            True
-        )  # no backward will come to free what a forward has gathered
+        # no backward will come to free what a forward has gathered
+        model.set_reshard_after_forward(True)
     return model
+
+
+def _refuse_unsupported(model: nn.Module, path: str) -> None:
+    """ValueError for what loads and would be trained wrongly, or is stored by other names."""
+    for name, value in vars(model.config.get_text_config()).items():
+        if re.search("logits?_scal|logits?_mult|lm_head_mult", name) and value not in (None, 1.0):
+            raise ValueError(f"{path}: models that scale their logits ({name}) are not supported")
+    for name, p in model.named_parameters():
+        if p.ndim > 2 or re.search("expert|moe", name):
+            kinds = "mixtures of experts and convolutions are not supported"
+            raise ValueError(f"{path}: {name} is no part of a dense decoder; {kinds}")
 
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules built inside have parameters without memory, and real buffers (which no checkpoint
-    holds).
-    """
+    """Modules built inside have parameters without memory, and real buffers."""
     register = nn.Module.register_parameter
 
     def register_on_meta(self, name, param):
@@ -180,18 +176,15 @@ def parameters_on_meta() -> Iterator[None]:
 def shard(
     model: nn.Module, mesh: DeviceMesh, config: ModelConfig, compute_dtype: torch.dtype
 ) -> nn.Module:
-    """`model`, built under parameters_on_meta, split over `mesh` by decoder layer, with
-    uninitialised shards.
-    """
+    """`model`, built under parameters_on_meta, split over `mesh` by layer, with empty shards."""
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers = next(
         part for part in model.get_decoder().children() if isinstance(part, nn.ModuleList)
     )
     if config.compile:
-        torch._dynamo.config.recompile_limit = (
-            64  # all models share their layers' code; past the limit it runs eager
-        )
+        # All models share their layers' code; past the limit it runs eager.
+        torch._dynamo.config.recompile_limit = 64
         for layer in layers:
             layer.compile(dynamic=True)
     if compute_dtype != torch.float32:
@@ -201,8 +194,7 @@ def shard(
         compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for part in [*layers, model]:
-        # The root is gathered once per forward and needed again at once by the backward of the
-        # head.
+        # The root is gathered once a forward, and the head's backward needs it again at once.
         reshard = config.reshard_after_forward and part is not model
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     for module in model.modules():
@@ -217,12 +209,10 @@ def shard(
 
 
 def _keep_residual_in_fp32(decoder: nn.Module, dtype: torch.dtype) -> None:
-    """What the layers of `decoder` add to is fp32 from the embedding on; what enters a product is
-    rounded to dtype.
-    """
+    """What layers add to is fp32 from the embedding on; what enters a product is of dtype."""
     if any(isinstance(module, nn.LayerNorm) for module in decoder.modules()):
-        # takes no fp32 input beside bf16 weights; vLLM keeps the stream of such models in bf16 as
-        # well
+        # It takes no fp32 input beside bf16 weights; vLLM keeps the stream of such models in bf16
+        # as well.
         return
     decoder.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: output.float()
@@ -238,35 +228,84 @@ def _keep_residual_in_fp32(decoder: nn.Module, dtype: torch.dtype) -> None:
             module.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(dtype),))
 
 
-def load_shards(model: nn.Module, path: str, *, new: tuple[str, ...] = ()) -> None:
+def load_shards(
+    model: nn.Module, path: str, *, new: tuple[str, ...] = (), unused: tuple[str, ...] = ()
+) -> None:
     """Fill this rank's shards from the safetensors files in `path`, reading only its rows.
 
-    new: names of parameters that the checkpoint need not have: they become 0. Raises as load_policy
-    does.
+    new: names of parameters that the files need not have: they become 0. unused: names that they
+    may have. Raises ValueError for files that are missing or damaged, tensors that are missing,
+    left over, quantized or of another shape, and tied tensors that differ.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    files = sorted(Path(path).glob("*.safetensors"))
-    if not files:
-        raise ValueError(
-            f"{path}: has no *.safetensors files; save it with model.save_pretrained(dir) first"
-        )
     with contextlib.ExitStack() as stack:
-        handles = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
-        where = {name: handle for handle in handles for name in list(handle.keys())}
-        parameters = {
-            clean_name(name): p for name, p in model.named_parameters()
-        }  # a tied head is listed once
-        missing = [name for name in parameters if name not in where and name not in new]
-        if missing:
-            kind = type(model).__name__.removeprefix("FSDP")
-            which = f"{len(missing)} tensors of {kind} are missing: {', '.join(missing[:4])}"
-            raise ValueError(f"{path}: {which}; save the model with save_pretrained(dir)")
-        for name, parameter in parameters.items():
-            if name in where:
-                _load_rows(parameter, where[name].get_slice(name), f"{path}: {name}")
-            else:
+        stored = {}
+        for file, names in _files(path).items():
+            try:
+                tensors = stack.enter_context(safe_open(file, framework="pt"))
+                names = names or list(tensors.keys())
+                stored |= {name: tensors.get_slice(name) for name in names}
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{file}: cannot be read ({error}); copy it again") from None
+        parameters: dict[Tensor, list[str]] = {}  # a tied one has several names
+        for name, p in model.named_parameters(remove_duplicate=False):
+            parameters.setdefault(p, []).append(clean_name(name))
+        _refuse_other_tensors(model, path, stored, list(parameters.values()), new, unused)
+        for parameter, names in parameters.items():
+            first, *copies = [name for name in names if name in stored] or [""]
+            if not first:
                 parameter.detach().zero_()
+                continue
+            _load_rows(parameter, stored[first], f"{path}: {first}")
+            for copy in copies:
+                _require_equal(stored[first], stored[copy], f"{path}: {first} and {copy}")
+
+
+def _files(path: str) -> dict[Path, list[str] | None]:
+    """{file: the tensors to take from it, or None: all}, by the index alone if there is one."""
+    index = Path(path) / "model.safetensors.index.json"
+    single = Path(path) / "model.safetensors"
+    if not index.exists() and not single.exists():
+        advice = "save the model with model.save_pretrained(dir) first"
+        raise ValueError(f"{path}: has no {single.name} and no index of several; {advice}")
+    if not index.exists():
+        return {single: None}
+    file_of = json.loads(index.read_text())["weight_map"]
+    if single.exists() and single.name not in file_of.values():
+        which = f"has {single.name} and an index of other files"
+        raise ValueError(f"{path}: {which}; remove what is not the model")
+    files = {}
+    for name, file in file_of.items():
+        files.setdefault(Path(path) / file, []).append(name)
+    return files
+
+
+def _refuse_other_tensors(model, path: str, stored, parameters, new, unused) -> None:
+    """ValueError if the files are not this model's, to a tensor, or hold no plain numbers."""
+    kind = type(model).__name__.removeprefix("FSDP")
+    known = {*itertools.chain(*parameters), *unused, *dict(model.named_buffers())}
+    skipped = "|".join(["rotary_emb.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or [])])
+    missing = [names[0] for names in parameters if not stored.keys() & {*names, *new}]
+    missing = [name for name in missing if name not in new]
+    more = [name for name in stored if name not in known and not re.search(skipped, name)]
+    for problem, names in {"missing": missing, "not this model's": more}.items():
+        if names:
+            which = f"{len(names)} tensors of {kind} are {problem}: {', '.join(names[:4])}"
+            raise ValueError(f"{path}: {which}; save the model with save_pretrained(dir)")
+    for name in stored.keys() - set(unused):
+        dtype = stored[name].get_dtype()
+        if dtype not in ("F64", "F32", "F16", "BF16"):
+            raise ValueError(f"{path}: {name} is {dtype}; dequantize the model and save it first")
+
+
+def _require_equal(tensor, copy, label: str) -> None:
+    """ValueError if two tensors differ that the model ties."""
+    for start in range(0, tensor.get_shape()[0], 1 << 14):
+        rows = slice(start, start + (1 << 14))
+        if not torch.equal(tensor[rows], copy[rows]):
+            rule = "set tie_word_embeddings to false in config.json, or remove the second"
+            raise ValueError(f"{label} are tied by its config and differ in the file; {rule}")
 
 
 @torch.no_grad()
@@ -279,7 +318,7 @@ def _load_rows(parameter: Tensor, rows, label: str) -> None:
     start = 0
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        axis = mesh.mesh_dim_names.index("shard")
+        axis = next(axis for axis, x in enumerate(parameter.placements) if x.is_shard(0))
         num_rows = math.ceil(parameter.shape[0] / mesh.size(axis))
         start = min(num_rows * mesh.get_local_rank(axis), parameter.shape[0])
     if local.numel():
@@ -309,9 +348,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 def make_optimizer(
     model: nn.Module, config: OptimConfig, learning_rate: float
 ) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; weight decay on matrices alone. State has the dtype of
-    the parameters.
-    """
+    """AdamW over the trainable parameters, its state in their dtype; decays matrices alone."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -323,9 +360,7 @@ def make_optimizer(
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig) -> float:
-    """Learning rate of 0-based `step`: linear warm-up to `peak`, then the decay down to peak / 10
-    at the last step.
-    """
+    """Learning rate of 0-based `step`: linear warm-up to `peak`, then decay down to peak / 10."""
     if step < config.warmup_steps:
         return peak * (step + 1) / (config.warmup_steps + 1)
     if config.decay == "constant":

@@ -8,8 +8,11 @@ How it works. What is to wait is copied into pinned host memory, and its device 
 to 0 bytes. The tensors stay what they are: FSDP2's flat views of a shard and its DTensors share one
 storage, so giving that its bytes back brings all of them back at once, and nobody holds a stale
 pointer.
-    with offload.present(critic, critic_optimizer):      # copied in; at the end copied out again
+    waiting = Offload(True, critic, critic_optimizer)    # nn.Module, torch.optim.Optimizer or None
+    with waiting.present(critic, critic_optimizer):      # copied in; at the end copied out again
         ...
+Until `present`, an owner's tensors have no memory: a forward, a step or a save of it is refused,
+and touching one of its tensors directly ends the process. `restore` gives all back for good.
 Pinned memory is taken once, in one piece per owner, and kept: pinning is slower than the copy.
 Copies of one owner overlap each other, and the host waits once.
 
@@ -40,33 +43,74 @@ class Offload:
     """
 
     def __init__(self, enabled: bool, *owners: Owner | None):
-        """The owners leave the device now. None stands for a model that a run does without."""
+        """The owners leave the device now. None stands for a model that a run does without.
+
+        Raises ValueError for an owner that waits in another Offload already.
+        """
         self._host: dict[int, list[Tensor]] = {}  # by id of the owner: pinned buffers
+        # By id of the owner: its tensors that have no storage now.
+        self._away: dict[int, list[Tensor]] = {}
         self._owners = [owner for owner in owners if owner is not None] if enabled else []
-        self._away: dict[
-            int, list[Tensor]
-        ] = {}  # by id of the owner: its tensors that have no storage now
+        self._hooks = []
         for owner in self._owners:
+            if getattr(owner, "_waits_in", None) is not None:
+                rule = "waits in host memory already; call restore() of the first Offload"
+                raise ValueError(f"{type(owner).__name__}: {rule}")
+        for owner in self._owners:
+            # It holds this object, and so the only copy of its numbers.
+            owner.__dict__["_waits_in"] = self
+            self._guard(owner)
             self._park(owner)
+
+    def _guard(self, owner: Owner) -> None:
+        """What would read or write an owner that is away raises instead of crashing or saving
+        nothing.
+        """
+
+        def refuse(*_) -> None:
+            if id(owner) in self._away:
+                rule = "waits in host memory; put this in `with offload.present(owner):`"
+                raise ValueError(f"{type(owner).__name__}: {rule}")
+
+        register = [owner.register_state_dict_pre_hook, owner.register_load_state_dict_pre_hook]
+        if isinstance(owner, nn.Module):
+            register.append(owner.register_forward_pre_hook)
+        else:
+            register.append(owner.register_step_pre_hook)
+        self._hooks += [each(refuse) for each in register]
 
     @contextlib.contextmanager
     def present(self, *owners: Owner | None) -> Iterator[None]:
         """Inside, these are on the device. Other owners than the constructor's were never away."""
         mine = [owner for owner in owners if any(owner is known for known in self._owners)]
-        for owner in mine:
-            self._bring(owner)
-        yield
-        # Not in a finally: after an error the job ends.
-        for owner in mine:
-            self._park(owner)
+        brought = []
+        try:
+            for owner in mine:
+                self._bring(owner)
+                brought.append(owner)
+            yield
+        finally:  # after an error too: a session may go on
+            for owner in brought:
+                self._park(owner)
+
+    def restore(self) -> None:
+        """Bring all owners back and let go of them."""
+        for owner in self._owners:
+            if id(owner) in self._away:
+                self._bring(owner)
+            owner.__dict__.pop("_waits_in")
+        for hook in self._hooks:
+            hook.remove()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the pinned buffers may go only when they have been copied
+        self._owners = []
 
     def _park(self, owner: Owner) -> None:
         tensors = list(_storages(owner))
         buffers = self._host.get(id(owner), [])
-        if [b.numel() for b in buffers] != [
-            t.numel() for t in tensors
-        ]:  # the first time, and when Adam has made state
-            sizes = [t.numel() for t in tensors]
+        sizes = [t.numel() for t in tensors]
+        # Otherwise it is the first time, or Adam has made its state.
+        if [b.numel() for b in buffers] != sizes:
             # In one piece: torch rounds each pinned block up to a power of two.
             buffers = torch.empty(
                 sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available()
@@ -82,9 +126,10 @@ class Offload:
 
     def _bring(self, owner: Owner) -> None:
         assert id(owner) in self._away, "present() is nested for one owner"
-        for buffer, tensor in zip(self._host[id(owner)], self._away.pop(id(owner)), strict=True):
+        for buffer, tensor in zip(self._host[id(owner)], self._away[id(owner)], strict=True):
             tensor.untyped_storage().resize_(buffer.numel())
             tensor.copy_(buffer, non_blocking=True)
+        del self._away[id(owner)]  # all are back: none was, if memory has run out on the way
 
 
 def _storages(owner: Owner) -> Iterator[Tensor]:

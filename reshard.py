@@ -13,7 +13,14 @@ How it works.
 4. The engine's own loader slices for tensor parallelism and fuses q, k, v; it takes the
    checkpoint's names.
 A tied head is one parameter and is sent once, under the embedding's name. On one rank nothing is
-gathered, only cast.
+gathered, only cast. The mesh of fully_shard may have any names and a replicated axis; parts that
+are not sharded, and models under DDP, are sent as they are.
+
+Copied: `engine` is any object with `load_weights(buckets)`, `dtype` and, for verify_sync, `model`.
+    model = fully_shard(nn.Linear(8, 8))
+    for bucket in iter_full_params(model, dtype=torch.float32):
+        for name, tensor in bucket:
+            print(name, tensor.shape)
 
 Peak extra memory: bucket_bytes plus the largest tensor, if the consumer drops what it was given.
 Bytes received per rank: (W - 1) / W of the model in the sampler's dtype, which is the minimum for a
@@ -26,6 +33,7 @@ section 5).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -40,35 +48,101 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def sync_weights(
-    model: nn.Module, engine, *, dtype: torch.dtype = torch.bfloat16, bucket_bytes: int = 1 << 29
+    model: nn.Module,
+    engine,
+    *,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = 1 << 29,
 ) -> int:
-    """Bytes of full tensors that `engine.load_weights` took from the sharded `model`. Collective
-    over its mesh.
+    """Bytes of full tensors that `engine.load_weights` took from the sharded `model`.
+
+    Collective over the model's ranks. dtype: what is sent; None: the engine's own (`engine.dtype`).
     """
+    dtype = dtype or engine.dtype
     return engine.load_weights(iter_full_params(model, dtype=dtype, bucket_bytes=bucket_bytes))
 
 
 @torch.no_grad()
 def verify_sync(
-    model: nn.Module, engine, *, dtype: torch.dtype = torch.bfloat16, bucket_bytes: int = 1 << 29
+    model: nn.Module,
+    engine,
+    *,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = 1 << 29,
 ) -> None:
-    """Raise RuntimeError naming the engine's parameters that do not hold what the trainer holds.
-    Collective.
+    """Raise RuntimeError naming what the engine does not hold as the trainer does. Collective.
 
-    The weights are loaded once more, after overwriting the engine's with NaN (so that a parameter
-    which the loader does not reach shows as well), and fingerprints from before and after are
-    compared: the engine's own loader says what is right.
+    The engine's parameters are overwritten with NaN and the weights loaded once more. Then
+    1. each tensor on the way was the trainer's, bit by bit, as torch's own `full_tensor` gathers
+       it: no shard is misplaced, no name stands for another tensor;
+    2. each parameter of the engine has the bytes that it had before: the first load had reached it;
+    3. a parameter that goes by a checkpoint's name, or is fused from such (the engine's
+       `packed_modules_mapping`), holds the same numbers, in whatever order the engine wants them.
+    Not proven: that order, parameters of other types (8 bits) or cut by tensor parallelism in 3,
+    and what the engine computes with them. rollout_corr/kl is the witness for these.
     """
+    dtype = dtype or engine.dtype
     before = _fingerprints(engine.model)
     for p in engine.model.parameters():
         if p.dtype.itemsize > 1:  # an 8-bit engine quantizes anew, from the tensors it is given
             p.fill_(float("nan"))
-    sync_weights(model, engine, dtype=dtype, bucket_bytes=bucket_bytes)
+    source = _parameters(model)
+    sums: dict[str, tuple[int, int]] = {}
+    buckets = iter_full_params(model, dtype=dtype, bucket_bytes=bucket_bytes)
+    engine.load_weights(_compared(buckets, source, dtype, sums))
+    if lost := sorted(source.keys() - sums.keys()):
+        raise RuntimeError(f"{len(lost)} tensors of the trainer were not sent: {lost[:4]}")
     after = _fingerprints(engine.model)
     wrong = [name for name in after if before[name] != after[name]]
+    if not wrong:
+        wrong = _with_other_numbers(engine.model, dtype, sums)
     if wrong:
         what = f"{len(wrong)} of {len(after)} engine parameters"
         raise RuntimeError(f"{what} are not the trainer's weights: {wrong[:4]}")
+
+
+def _compared(
+    buckets: Iterator[list[tuple[str, Tensor]]],
+    source: dict[str, Tensor],
+    dtype: torch.dtype,
+    sums: dict[str, tuple[int, int]],
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """The same buckets, compared on their way; `sums` gets each tensor's size and sum of bits."""
+    for bucket in buckets:
+        for name, tensor in bucket:
+            p = source[name]
+            whole = p.full_tensor() if isinstance(p, DTensor) else p.detach()
+            if not torch.equal(tensor, whole.to(dtype)):
+                raise RuntimeError(f"{name} is sent with other numbers than the trainer's")
+            sums[name] = tensor.numel(), _sum_of_bits(tensor)
+        yield bucket
+
+
+def _with_other_numbers(
+    engine_model: nn.Module, dtype: torch.dtype, sums: dict[str, tuple[int, int]]
+) -> list[str]:
+    """Names of engine parameters whose numbers are not those of their tensors, in any order."""
+    fused = getattr(engine_model, "packed_modules_mapping", None) or {}
+    wrong = []
+    for name, p in engine_model.named_parameters():
+        names = [name]
+        for whole, parts in fused.items():
+            if f".{whole}." in name and name not in sums:
+                names = [name.replace(f".{whole}.", f".{part}.") for part in parts]
+        known = [sums[part] for part in names if part in sums]
+        num_elements = sum(numel for numel, _ in known)
+        # Fewer elements: a slice. More: rows that fill up the vocabulary, of zeros.
+        if p.dtype != dtype or len(known) < len(names) or p.numel() < num_elements:
+            continue
+        if _sum_of_bits(p) != sum(bits for _, bits in known):
+            wrong.append(name)
+    return wrong
+
+
+def _sum_of_bits(x: Tensor) -> int:
+    """The sum of a tensor's elements, read as integers: exact, and the same in any order."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
+    return int(x.detach().contiguous().view(integers).sum(dtype=torch.int64))
 
 
 def _fingerprints(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -93,14 +167,10 @@ def iter_full_params(
     Collective.
 
     A yielded tensor stays valid as long as it is referenced: no buffer is reused. Stopping early
-    leaves other ranks waiting.
+    leaves other ranks waiting. Raises ValueError for what is not split by rows (FSDP2's default),
+    for adapters, and for weights that wait in host memory.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # a forward without backward leaves whole parameters in the place of the shards
-            module.reshard()
-    # Tied parameters are listed once.
-    parameters = [(_clean_name(name), p) for name, p in model.named_parameters()]
+    parameters = list(_parameters(model).items())
     # Four are alive at a time: what arrives, what has arrived, its tensors, and those that the
     # consumer still holds.
     gathers = (
@@ -116,14 +186,44 @@ def iter_full_params(
         yield full
 
 
-def _clean_name(name: str) -> str:
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    """{checkpoint name: parameter or shard}; tied parameters are listed once."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # a forward without backward leaves whole parameters in the place of the shards
+            module.reshard()
+    found = {clean_name(name): p for name, p in model.named_parameters()}
+    for name, p in found.items():
+        if re.search(r"^base_model\.|\.base_layer\.|lora_|parametrizations\.", name):
+            advice = "merge the adapters or parametrizations first (PEFT: merge_and_unload())"
+            raise ValueError(f"{name}: is a part of a weight, not one of a checkpoint; {advice}")
+        _split_of(name, p)
+    return found
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name in the checkpoint, without the prefixes of torch.compile and activation
+    checkpointing.
+    """
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-def _shard_axis(p: DTensor) -> tuple[dist.ProcessGroup, int]:
-    """The process group over which p is split on dim 0, and its size."""
-    axis = p.device_mesh.mesh_dim_names.index("shard")
-    return p.device_mesh.get_group(axis), p.device_mesh.size(axis)
+def _split_of(name: str, p: Tensor) -> tuple[dist.ProcessGroup | None, int]:
+    """The process group over which p is split by rows, and its size; (None, 1): p is whole."""
+    local = p.to_local() if isinstance(p, DTensor) else p
+    if local.numel() and not local.is_meta and not local.untyped_storage().nbytes():
+        raise ValueError(f"{name}: has no memory now; use `with offload.present(model):`")
+    if not isinstance(p, DTensor):
+        return None, 1
+    axes = [axis for axis, x in enumerate(p.placements) if not x.is_replicate()]
+    if not axes:
+        return None, 1
+    if len(axes) > 1 or not p.placements[axes[0]].is_shard(0):
+        rule = "must be split by rows (Shard(0)) over one mesh axis, as fully_shard does by default"
+        raise ValueError(f"{name}: is laid out as {p.placements}; {rule}")
+    return p.device_mesh.get_group(axes[0]), p.device_mesh.size(axes[0])
 
 
 def _shard_size(p: Tensor, world: int) -> int:
@@ -134,18 +234,21 @@ def _shard_size(p: Tensor, world: int) -> int:
 def _buckets(
     parameters: list[tuple[str, Tensor]], limit: int, itemsize: int
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive parameters whose full size together is at most `limit` bytes; a larger one is a
-    bucket of its own.
+    """Consecutive parameters that are split alike and together take at most `limit` bytes; a larger
+    one is a bucket of its own.
     """
     bucket = []
     size = 0
+    split = None
     for name, p in parameters:
-        if bucket and size + p.numel() * itemsize > limit:
+        own = _split_of(name, p)
+        if bucket and (own != split or size + p.numel() * itemsize > limit):
             yield bucket
             bucket = []
             size = 0
         bucket.append((name, p))
         size += p.numel() * itemsize
+        split = own
     if bucket:
         yield bucket
 
@@ -160,16 +263,15 @@ class _Gather(NamedTuple):
 
 def _start_gather(bucket: list[tuple[str, Tensor]], dtype: torch.dtype) -> _Gather:
     """Cast this rank's shards into their place in a flat buffer, and start its all-gather."""
-    first = bucket[0][1]
-    if not isinstance(first, DTensor) or _shard_axis(first)[1] == 1:
+    group, world = _split_of(*bucket[0])
+    if world == 1:
         full = []
         for name, p in bucket:
             local = p.to_local() if isinstance(p, DTensor) else p.detach()
             full.append((name, local.to(dtype)))
         return _Gather(full, None, None)
-    group, world = _shard_axis(first)
     sizes = [_shard_size(p, world) for _, p in bucket]
-    gathered = torch.empty(world, sum(sizes), dtype=dtype, device=first.to_local().device)
+    gathered = torch.empty(world, sum(sizes), dtype=dtype, device=bucket[0][1].to_local().device)
     mine = gathered[dist.get_rank(group)]
     for piece, (_, p) in zip(mine.split(sizes), bucket, strict=True):
         shard = p.to_local()

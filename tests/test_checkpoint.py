@@ -39,12 +39,12 @@ class Run:
         self.optimizer = torch.optim.AdamW(
             [p for p in self.model.parameters() if p.requires_grad], lr=1e-2
         )
-        self.stream = PromptStream([[Prompt([i], str(i), "", "x") for i in range(7)]], 4, seed=3)
+        self.stream = PromptStream([[Prompt([i], str(i), "", "x") for i in range(7)]], seed=3)
         self.state = {"policy": TrainState(self.model, self.optimizer), "stream": self.stream}
         self.state["generators"] = GeneratorState()
 
     def step(self):
-        seed = int(next(self.stream)[0].text)
+        seed = int(self.stream.take(4)[0].text)
         (row,) = pack(random_sequences([(3, 9), (2, 5)], seed=seed), 30)
         (-token_logprobs(self.model, row)[0].mean()).backward()
         self.optimizer.step()
