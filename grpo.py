@@ -12,8 +12,8 @@ For each of P prompts the policy samples a group of G responses; each gets a rew
                  / number of response tokens in the minibatch          losses.actor_loss
     w            min(pi_old / pi_sampler, cap): the sampler's kernels are not the trainer's
 
-`collect` makes a batch (phases 1 to 4), `main` learns from it (5) and reports (6). All sizes that a
-user gives are over all ranks; gradients do not depend on the number of ranks or rows.
+`main` has the six phases. All sizes that a user gives are over all ranks; gradients do not depend
+on the number of ranks or rows.
 
 Variants are flags:
     Dr. GRPO   --advantage.no-scale-by-std --loss.normalize constant

@@ -116,14 +116,7 @@ def model_scores(model: nn.Module, rows: Sequence) -> list[float]:
     with torch.no_grad(), model.score.register_forward_hook(read):
         for row in rows:
             row = row.to(model.device)
-            spans = {}
-            if attends == "packed":
-                spans = {
-                    "cu_seq_lens_q": row.cu_seqlens,
-                    "cu_seq_lens_k": row.cu_seqlens,
-                    "max_length_q": row.max_seqlen,
-                    "max_length_k": row.max_seqlen,
-                }
+            spans = _spans(row.cu_seqlens, row.max_seqlen) if attends == "packed" else {}
             positions = row.position_ids[None]
             model(row.tokens[None], position_ids=positions, use_cache=False, **spans)
             ends = outputs.pop()[0, row.cu_seqlens[1:] - 1, 0]
@@ -192,9 +185,8 @@ def response_positions(response_mask: Tensor, num_response_tokens: int) -> Tenso
 
     The count is passed in from the host: nonzero() would wait for the device to learn it.
     """
-    return torch.argsort(response_mask.logical_not().to(torch.uint8), stable=True)[
-        :num_response_tokens
-    ]
+    order = torch.argsort(response_mask.logical_not().to(torch.uint8), stable=True)
+    return order[:num_response_tokens]
 
 
 def _response_logprobs(
@@ -242,19 +234,20 @@ def _response_values(
 def _states_before(
     model: nn.Module, tokens: Tensor, position_ids, cu_seqlens, max_seqlen, positions
 ) -> Tensor:
-    """Hidden states [R, D] that have seen all tokens before each position [R], and not the token
-    there.
-    """
+    """Hidden states [R, D] that have seen all tokens before each position [R], no more."""
     hidden = model.get_decoder()(
         input_ids=tokens[None],
         position_ids=position_ids[None],
         use_cache=False,
-        cu_seq_lens_q=cu_seqlens,
-        cu_seq_lens_k=cu_seqlens,
-        max_length_q=max_seqlen,
-        max_length_k=max_seqlen,
+        **_spans(cu_seqlens, max_seqlen),
     ).last_hidden_state[0]  # [N, D]
     return hidden[positions - 1]
+
+
+def _spans(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Tensor | int]:
+    """Where attention must stop, by Transformers' names."""
+    lengths = {"max_length_q": max_seqlen, "max_length_k": max_seqlen}
+    return {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens} | lengths
 
 
 def head_logprobs(

@@ -20,6 +20,7 @@ RUN = {
     "run",
     "hub",
     "rewards",
+    "worker",
     "answers",
     "expressions",
     "checkpoint",

@@ -494,5 +494,5 @@ def scores_on_each_rank():
 def test_a_sharded_model_scores_on_ranks_with_different_numbers_of_texts():
     expected = scores_alone(tiny_reward_model(), texts())
     got = run_ranks(3, scores_on_each_rank)
-    for scores, count in zip(got, (5, 0, 2)):
+    for scores, count in zip(got, (5, 0, 2), strict=True):
         assert scores == pytest.approx(expected[:count], abs=1e-4)
