@@ -154,14 +154,18 @@ def main(asked: Args) -> None:
         first_step = checkpoint.load(checkpoints, state) if args.run.resume else 0
         parked = offload.Offload(args.offload, reference, optimizer)
         engine = make_engine(args, path, tokenizer)
-        asked.run.open(asked)  # nothing is refused any more
+        asked.run.open(asked)
+        journal = report.Report(
+            args.run.directory,
+            args.log,
+            args.num_steps,
+            first_step=first_step,
+            settings=asdict(asked),
+        )
     heat = args.rollout.temperature
     sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
     logprobs.warm_up([policy, reference], sizes, parked.present)
     meter = metrics.Metrics()
-    journal = report.Report(
-        args.run.directory, args.log, args.num_steps, first_step=first_step, settings=asdict(asked)
-    )
 
     for step in range(first_step, args.num_steps):
         # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case. A
@@ -312,8 +316,7 @@ def sample_groups(args: Args, step: int, engine, scorer, tokenizer, stream, mete
             if args.resample_tries == 1 or advantages.has_spread(group.rewards):
                 kept.append(group._replace(position=num_seen + group.position))
         num_seen += len(prompts)
-        num_kept = metrics.total(torch.tensor(float(len(kept))))
-        num_missing = args.batch.prompts_per_step - int(num_kept)
+        num_missing = args.batch.prompts_per_step - int(metrics.total(float(len(kept))))
         if num_missing == 0:
             return kept
     if dist.get_rank() == 0:
@@ -326,7 +329,7 @@ def compare(args: Args, groups: list[Group]) -> Tensor:
     """Advantages [P, G] of this rank's groups, from all samples of each, truncated ones too."""
     config = args.advantage
     shape = len(groups), args.batch.group_size
-    rewards = torch.tensor([group.rewards for group in groups]).reshape(shape)
+    rewards = torch.tensor([g.rewards for g in groups], dtype=torch.float64).reshape(shape)
     lengths = [[len(r.response_ids) for r in group.rollouts] for group in groups]
     penalty = advantages.overlong_penalty(
         torch.tensor(lengths).reshape(shape),

@@ -143,14 +143,18 @@ def main(asked: Args) -> None:
         first_step = checkpoint.load(checkpoints, state) if args.run.resume else 0
         parked = offload.Offload(args.offload, *models[1:], optimizer, critic_optimizer)
         engine = make_engine(args, paths[0], tokenizer)
-        asked.run.open(asked)  # nothing is refused any more
+        asked.run.open(asked)
+        journal = report.Report(
+            args.run.directory,
+            args.log,
+            args.num_steps,
+            first_step=first_step,
+            settings=asdict(asked),
+        )
     heat = args.rollout.temperature
     sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
     logprobs.warm_up(models, sizes, parked.present)
     meter = metrics.Metrics()
-    journal = report.Report(
-        args.run.directory, args.log, args.num_steps, first_step=first_step, settings=asdict(asked)
-    )
 
     for first in range(first_step, args.num_steps, args.rollout_every):
         # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case. A
