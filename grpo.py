@@ -150,17 +150,15 @@ def main(asked: Args) -> None:
         }
         if args.refresh_every:
             state["reference"] = checkpoint.TrainState(reference, ())
-        checkpoints = args.run.directory / "checkpoints"
+        out_dir = args.run.directory
+        checkpoints = out_dir / "checkpoints"
         first_step = checkpoint.load(checkpoints, state) if args.run.resume else 0
         parked = offload.Offload(args.offload, reference, optimizer)
         engine = make_engine(args, path, tokenizer)
         asked.run.open(asked)
+        settings = asdict(asked)
         journal = report.Report(
-            args.run.directory,
-            args.log,
-            args.num_steps,
-            first_step=first_step,
-            settings=asdict(asked),
+            out_dir, args.log, args.num_steps, first_step=first_step, settings=settings
         )
     heat = args.rollout.temperature
     sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
@@ -227,7 +225,7 @@ def main(asked: Args) -> None:
         journal.write(step, meter.reduce())
 
     weights = reshard.iter_full_params(policy, dtype=engine.dtype)
-    hub.export(weights, path, args.run.directory / "hf", engine.dtype)
+    hub.export(weights, path, out_dir / "hf", engine.dtype)
     scorer.close()
 
 
