@@ -50,7 +50,6 @@ THIRD_PARTY = {
     "pyarrow",
     "pandas",
     "matplotlib",
-    "math_verify",
     "accelerate",
     "gguf",
     "huggingface_hub",
