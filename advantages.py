@@ -74,9 +74,8 @@ class AdvantageConfig:
 
 
 def _check_baseline(name: str, value: str) -> None:
-    *others, last = get_args(Baseline)
-    if value not in (*others, last):
-        raise ValueError(f"{name} {value}: must be {', '.join(others)} or {last}")
+    if value not in get_args(Baseline):
+        raise ValueError(f"{name} {value}: must be group, leave_one_out or batch")
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,8 @@ def whiten(x: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None) -> T
     """(x - mean) / (std + 1e-8) over the masked entries of all ranks, 0 elsewhere: [N], [N] bool ->
     [N]. Collective."""
     mean, std = _global_mean_std(x, mask, group)
-    return torch.where(mask, (x - mean) / (std + 1e-8), 0.0)
+    differ = mask & (std > 1e-6 * mean.abs())  # else rounding alone would be scaled up to 1
+    return torch.where(differ, (x - mean) / (std + 1e-8), 0.0)
 
 
 def token_rewards(

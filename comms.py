@@ -216,7 +216,7 @@ def quantized_reduce_scatter(
     rule = f"output of {n} values: contiguous, and one in {num_ranks} of input's {input.numel()}"
     _require(output.is_contiguous() and input.numel() == num_ranks * n, rule)
     if num_ranks == 1:
-        output.copy_(input.view_as(output))
+        output.copy_(input.reshape(output.shape))
         return
     _, received = _scatter(input.reshape(-1), n, group, block_size, rounding)
     _dequantize_sum(received.codes, received.scales, output.view(-1), block_size)

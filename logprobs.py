@@ -25,9 +25,10 @@ tempering.
 Shapes: N tokens in a row, R response tokens, C tokens in a chunk, V vocabulary, D hidden size.
 Results are fp32; the head's product takes the model's dtype and gives fp32; softmax and sums are
 fp32 (no logsumexp in bf16). Memory: two [C, V] fp32 matrices (three with a soft-cap) and the head's
-gradient, whatever R is. What we give up: the head's product is done twice. A fused kernel (Liger,
-cut cross-entropy) would save the reads of each chunk. Source: cut cross-entropy (Wijmans 2024,
-arXiv:2411.09009), section 4, without its kernel.
+gradient, whatever R is. If the model's layers are compiled, so is the work on a chunk: logits are
+written once and read two or three times, and their gradient is written in the model's dtype. What
+we give up: the head's product is done twice, and logits are written at all. Source: cut
+cross-entropy (Wijmans 2024, arXiv:2411.09009), section 4, without its kernel.
 """
 
 from __future__ import annotations
@@ -115,14 +116,7 @@ def model_scores(model: nn.Module, rows: Sequence) -> list[float]:
     with torch.no_grad(), model.score.register_forward_hook(read):
         for row in rows:
             row = row.to(model.device)
-            spans = {}
-            if attends == "packed":
-                spans = {
-                    "cu_seq_lens_q": row.cu_seqlens,
-                    "cu_seq_lens_k": row.cu_seqlens,
-                    "max_length_q": row.max_seqlen,
-                    "max_length_k": row.max_seqlen,
-                }
+            spans = _spans(row.cu_seqlens, row.max_seqlen) if attends == "packed" else {}
             positions = row.position_ids[None]
             model(row.tokens[None], position_ids=positions, use_cache=False, **spans)
             ends = outputs.pop()[0, row.cu_seqlens[1:] - 1, 0]
@@ -191,9 +185,8 @@ def response_positions(response_mask: Tensor, num_response_tokens: int) -> Tenso
 
     The count is passed in from the host: nonzero() would wait for the device to learn it.
     """
-    return torch.argsort(response_mask.logical_not().to(torch.uint8), stable=True)[
-        :num_response_tokens
-    ]
+    order = torch.argsort(response_mask.logical_not().to(torch.uint8), stable=True)
+    return order[:num_response_tokens]
 
 
 def _response_logprobs(
@@ -202,8 +195,9 @@ def _response_logprobs(
     states = _states_before(self, tokens, position_ids, cu_seqlens, max_seqlen, positions)
     head = plain_head(self)
     softcap = getattr(self.config, "final_logit_softcapping", None)
+    fused = any(module._compiled_call_impl is not None for module in self.modules())
     logprobs, entropy = head_logprobs(
-        states, head.weight, head.bias, tokens[positions], temperature, softcap, chunk
+        states, head.weight, head.bias, tokens[positions], temperature, softcap, chunk, fused
     )
     found = (logprobs, entropy)
     return tuple(_placed(values, positions, cu_seqlens, tokens) for values in found)
@@ -240,19 +234,20 @@ def _response_values(
 def _states_before(
     model: nn.Module, tokens: Tensor, position_ids, cu_seqlens, max_seqlen, positions
 ) -> Tensor:
-    """Hidden states [R, D] that have seen all tokens before each position [R], and not the token
-    there.
-    """
+    """Hidden states [R, D] that have seen all tokens before each position [R], no more."""
     hidden = model.get_decoder()(
         input_ids=tokens[None],
         position_ids=position_ids[None],
         use_cache=False,
-        cu_seq_lens_q=cu_seqlens,
-        cu_seq_lens_k=cu_seqlens,
-        max_length_q=max_seqlen,
-        max_length_k=max_seqlen,
+        **_spans(cu_seqlens, max_seqlen),
     ).last_hidden_state[0]  # [N, D]
     return hidden[positions - 1]
+
+
+def _spans(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Tensor | int]:
+    """Where attention must stop, by Transformers' names."""
+    lengths = {"max_length_q": max_seqlen, "max_length_k": max_seqlen}
+    return {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens} | lengths
 
 
 def head_logprobs(
@@ -263,15 +258,14 @@ def head_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
     chunk: int = 512,
-    fused: bool | None = None,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(z)[target] and entropy of softmax(z), z = softcap(hidden weight^T + bias) /
     temperature: [R], [R].
 
     hidden [R, D], weight [V, D], bias [V] or None, targets [R]. softcap c maps z to c tanh(z / c)
-    (Gemma 2); None: off. fused: the work on a chunk's logits is compiled; None: on a GPU.
+    (Gemma 2); None: off. fused: the work on a chunk's logits is compiled.
     """
-    fused = hidden.is_cuda if fused is None else fused
     options = temperature, softcap, chunk, fused
     return _HeadLogprobs.apply(hidden, weight, bias, targets, *options)
 
@@ -289,7 +283,7 @@ class _HeadLogprobs(torch.autograd.Function):
             logprobs[part], entropy[part], lse[part] = chunk_values(*head, targets[part])
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, lse)
         ctx.options = temperature, softcap, chunk, fused
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(fused)  # zeros cost nothing there, other code would
         return logprobs, entropy
 
     @staticmethod
@@ -297,6 +291,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, entropy, lse = ctx.saved_tensors
         temperature, softcap, chunk, fused = ctx.options
         chunk_gradient = _compiled(_chunk_gradient) if fused else _chunk_gradient
+        per_token = targets, entropy, lse, grad_logprobs, grad_entropy
         grad_hidden = torch.empty_like(hidden)
         # Sums over chunks stay in fp32 whatever the model's dtype.
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
@@ -306,11 +301,8 @@ class _HeadLogprobs(torch.autograd.Function):
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
             head = hidden[part], weight, bias, temperature, softcap
-            known = (
-                x if x is None else x[part, None]
-                for x in (entropy, lse, grad_logprobs, grad_entropy)
-            )
-            dz = chunk_gradient(*head, targets[part], *known)
+            of_part = (x if x is None else x[part, None] for x in per_token)
+            dz = chunk_gradient(*head, *of_part)
             if grad_bias is not None:
                 grad_bias += dz.sum(0, dtype=torch.float32)
             grad_hidden[part] = dz @ weight
@@ -322,21 +314,31 @@ class _HeadLogprobs(torch.autograd.Function):
 
 @functools.cache
 def _compiled(function: Callable) -> Callable:
-    """The function as few kernels: written out, its steps read a chunk's logits 26 times."""
-    return torch.compile(function)
+    """The function in a few passes; step by step it reads or writes a chunk's logits 26 times."""
+    compiled = torch.compile(function)
+
+    def run(hidden: Tensor, weight: Tensor, *rest):
+        # Compiled once: not again for inputs that do not learn, nor for a last chunk's size.
+        inputs = [hidden, weight, *rest]
+        for i, x in enumerate(inputs):
+            if isinstance(x, Tensor):
+                inputs[i] = x.detach().contiguous()
+                if len(x) == len(hidden):
+                    torch._dynamo.maybe_mark_dynamic(inputs[i], 0)
+        return compiled(*inputs)
+
+    return run
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a^T b, where a GPU can without rounding the product to b's dtype on the way."""
-    if total.is_cuda:
+    """total += a^T b; on a GPU in one pass, and the product is not rounded to bf16 on the way."""
+    if total.is_cuda and a.dtype != torch.float32:
         torch.addmm(total, a.t(), b, out_dtype=torch.float32, out=total)
     else:
         total += a.t() @ b
 
 
-def _chunk_values(
-    hidden: Tensor, weight, bias, temperature, softcap, targets: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _chunk_values(hidden: Tensor, weight, bias, temperature, softcap, targets: Tensor):
     """logprobs [C], entropies [C] and logsumexp of the logits [C]; a function of its own so that
     its matrices are gone before the next chunk's.
     """
@@ -347,12 +349,11 @@ def _chunk_values(
     return logprobs, log_p.exp().mul_(log_p).sum(-1).neg_(), lse.squeeze(-1)
 
 
-def _chunk_gradient(
-    hidden, weight, bias, temperature, softcap, targets, entropy, lse, grad_logprobs, grad_entropy
-) -> Tensor:
-    """Gradient [C, V] of hidden weight^T + bias in hidden's dtype; entropy, lse and the gradients
-    of the two results are [C, 1].
+def _chunk_gradient(hidden: Tensor, weight, bias, temperature, softcap, *per_token) -> Tensor:
+    """Gradient [C, V] of hidden weight^T + bias, in hidden's dtype; per_token: targets, entropy,
+    lse and the gradients of the two results, each [C, 1].
     """
+    targets, entropy, lse, grad_logprobs, grad_entropy = per_token
     z, slope = _logits(hidden, weight, bias, temperature, softcap)
     log_p = _log_softmax_(z, lse)
     p = log_p.exp()
@@ -366,9 +367,9 @@ def _chunk_gradient(
         if torch.compiler.is_compiling():
             # Part of the same pass; for a scatter dz would be written out first.
             words = torch.arange(dz.shape[1], device=dz.device)
-            dz = torch.where(words == targets[:, None], dz + grad_logprobs, dz)
+            dz = torch.where(words == targets, dz + grad_logprobs, dz)
         else:
-            dz.scatter_add_(-1, targets[:, None], grad_logprobs)
+            dz.scatter_add_(-1, targets, grad_logprobs)
     if slope is not None:
         dz.mul_(slope)
     return dz.div_(temperature).to(hidden.dtype)

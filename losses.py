@@ -185,8 +185,8 @@ def actor_loss(
     stats["pg_loss"] = loss * totals["tokens"] / num_tokens
     stats["entropy"] = masked_sum(entropy, mask) / num_tokens
     if config.kl_coef:
-        ref_logprobs = torch.where(mask, row.fields["ref_logprobs"], 0.0)
-        kl = kl_estimate(torch.where(mask, logprobs, 0.0), ref_logprobs, config.kl)
+        live = torch.where(mask, logprobs, 0.0)  # of a masked token the KL may be inf, times 0
+        kl = kl_estimate(live, row.fields["ref_logprobs"], config.kl)
         stats["kl_loss"] = masked_sum(kl, mask) / num_tokens
         loss = loss + config.kl_coef * masked_sum(kl * weights, mask) / normalizer
     if config.entropy_coef:
@@ -384,7 +384,7 @@ def sampler_correction(
     used = _sequence_sum(log_weights, cu_seqlens) if kind == "sequence" else log_weights
     weights = importance_weights(used, torch.zeros_like(used), cap=cap)
     if kind == "mask":
-        inside = (_bounded(log_weights.abs()).exp() <= cap).to(weights.dtype)
+        inside = (log_weights.abs().exp() <= cap).to(weights.dtype)
         weights = torch.where(weights.isnan(), weights, inside)
     weights = torch.where(response_mask, weights, 0.0)
     num_tokens = response_mask.sum().clamp(min=1)

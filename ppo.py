@@ -3,17 +3,14 @@
     bash launch.sh ppo.py                           # a small model learns to add, on a CPU
     bash launch.sh ppo.py --reward-model built-in   # the same, rewarded by a reward model
 
-A critic, a second model, says what score to expect after each token.
-    reward       r_i = score at the last token - kl_coef (log pi_old - log ref)
+A critic says what score to expect after each token; sizes are over all ranks.
+    reward       r = score at the last token - kl_coef (log pi_old - log ref)
                                                                      advantages.token_rewards
-    advantage    A_i = sum_k (gamma lambda)^k (r_j + gamma V_(j+1) - V_j), j = i + k
-                                                                     advantages.gae
+    advantage    A_i = sum_k (gamma lambda)^k (r + gamma V' - V)_(i+k)  advantages.gae
     surrogate    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))  losses.policy_loss
-    value loss   1/2 max((V - R)^2, (V clipped to V_old -+ value_clip - R)^2), R = A + V_old
-                                                                     losses.value_loss
+    value loss   1/2 max((V - R)^2, (V in V_old -+ clip - R)^2), R = A + V_old  losses.value_loss
     each summed over response tokens / their number in the minibatch losses.{actor,critic}_loss
 
-A batch of rollouts can serve for several steps (--rollout-every). Sizes are over all ranks.
 Sources: Schulman 2017 (arXiv:1707.06347), Ouyang 2022 (InstructGPT, arXiv:2203.02155).
 """
 
@@ -118,9 +115,9 @@ class Args:
             nearest = max(steps // every * every, every if flag == "--num-steps" else 0)
             rule = f"a multiple of --rollout-every {every}; try {nearest}"
             run.require(steps % every == 0, flag, steps, rule)
-        warmup = self.critic.warmup_steps
-        rule = f"below --num-steps {self.num_steps}: the policy would never learn"
-        run.require(warmup < self.num_steps, "--critic.warmup-steps", warmup, rule)
+        alone = self.critic.warmup_steps
+        rule = f"below --num-steps {self.num_steps}, or the policy never learns"
+        run.require(alone < self.num_steps, "--critic.warmup-steps", alone, rule)
 
 
 def main(asked: Args) -> None:
@@ -129,7 +126,8 @@ def main(asked: Args) -> None:
         args = addition.prepare(asked)  # without --model: the paths of a small model and its data
         paths, tokenizer, stream, eval_prompts, scorer = prepare(args)
         asked.run.check(asked, *paths)
-        policy, critic, reference, reward_model = load_models(args, paths, mesh)
+        models = load_models(args, paths, mesh)
+        policy, critic, reference, reward_model = models
         optimizer = model.make_optimizer(policy, args.optim, args.learning_rate)
         critic_optimizer = model.make_optimizer(critic, args.optim, args.critic.learning_rate)
         kl_penalty = KlController(args.gae)
@@ -140,20 +138,20 @@ def main(asked: Args) -> None:
             "kl_penalty": kl_penalty,
             "generators": checkpoint.GeneratorState(),
         }
-        checkpoints = args.run.directory / "checkpoints"
+        out_dir = args.run.directory
+        checkpoints = out_dir / "checkpoints"
         first_step = checkpoint.load(checkpoints, state) if args.run.resume else 0
-        waiting = critic, reference, reward_model, optimizer, critic_optimizer
-        parked = offload.Offload(args.offload, *waiting)
+        parked = offload.Offload(args.offload, *models[1:], optimizer, critic_optimizer)
         engine = make_engine(args, paths[0], tokenizer)
-        asked.run.open(asked)  # nothing is refused any more
+        asked.run.open(asked)
+        settings = asdict(asked)
+        journal = report.Report(
+            out_dir, args.log, args.num_steps, first_step=first_step, settings=settings
+        )
     heat = args.rollout.temperature
-    models = [policy, critic, reference, reward_model]
     sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
     logprobs.warm_up(models, sizes, parked.present)
     meter = metrics.Metrics()
-    journal = report.Report(
-        args.run.directory, args.log, args.num_steps, first_step=first_step, settings=asdict(asked)
-    )
 
     for first in range(first_step, args.num_steps, args.rollout_every):
         # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case. A
@@ -220,7 +218,7 @@ def main(asked: Args) -> None:
             journal.write(step, meter.reduce())
 
     weights = reshard.iter_full_params(policy, dtype=engine.dtype)
-    hub.export(weights, paths[0], args.run.directory / "hf", engine.dtype)
+    hub.export(weights, paths[0], out_dir / "hf", engine.dtype)
     scorer.close()
 
 
@@ -261,12 +259,13 @@ def load_models(args: Args, paths: list[str], mesh) -> list[nn.Module | None]:
         reference = model.load_policy(path, mesh, args.model, trainable=False)
     if reward_path:
         reward_model = model.load_critic(reward_path, mesh, args.model, trainable=False)
-    for each in filter(None, (policy, critic, reference, reward_model)):
+    models = [policy, critic, reference, reward_model]
+    for each in filter(None, models):
         attention.use_packed_attention(each)
     if args.quantize_gradients:
         comms.quantize_gradients(policy)
         comms.quantize_gradients(critic)
-    return [policy, critic, reference, reward_model]
+    return models
 
 
 def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
@@ -317,10 +316,7 @@ def score(args: Args, prompts, drawn, scorer: Scorer, reward_model, meter) -> li
 
 
 def to_sequences(args: Args, groups: list[Group]) -> tuple[list[dict[str, Tensor]], list[int]]:
-    """This rank's samples, each with its score on all its tokens, and their minibatches.
-
-    Collective.
-    """
+    """This rank's samples with their scores, and the minibatch of each. Collective."""
     sequences = []
     for group in groups:
         for sample, reward in zip(group.rollouts, group.rewards, strict=True):
@@ -340,16 +336,15 @@ def update(
 ) -> None:
     """One step's passes over the batch, for critic and policy.
 
-    Each loss term is divided by its minibatch's total over all ranks, so the gradients of rows and
-    ranks just add up. Beyond --loss.target-kl the policy rests for the remainder of the step.
+    Each loss term is divided by its minibatch's total over all ranks: gradients just add up. Beyond
+    --loss.target-kl the policy rests for the remainder of the step.
     """
-    actor_step = step - args.critic.warmup_steps
-    actor_steps = args.num_steps - args.critic.warmup_steps
-    rate = model.learning_rate_at(actor_step, actor_steps, args.learning_rate, args.optim)
-    critic_rate = model.learning_rate_at(
-        step, args.num_steps, args.critic.learning_rate, args.optim
-    )
-    actor_learns = actor_step >= 0
+    alone = args.critic.warmup_steps  # steps of the critic without the policy
+    shared = args.num_steps - alone
+    rate = model.learning_rate_at(step - alone, shared, args.learning_rate, args.optim)
+    peak = args.critic.learning_rate
+    critic_rate = model.learning_rate_at(step, args.num_steps, peak, args.optim)
+    actor_learns = step >= alone
     for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
         critic_gradients(args, critic, rows[m], totals[m], meter)
         norm = model.optimizer_step(critic, critic_optimizer, critic_rate, args.optim.max_grad_norm)

@@ -87,7 +87,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class LogConfig:
     wandb_project: str = ""
-    """Log to this wandb project as well; empty: off."""
+    """Log to this wandb project as well, a resumed run as a new one; empty: off."""
     samples_per_step: int = 4
     """Responses written to samples.jsonl each step; 0: none."""
     plot_every: int = 10

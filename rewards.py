@@ -1,62 +1,51 @@
-r"""Rewards: rules, your own functions and remote scorers turn each response into one finite number.
+"""Rewards: foreign functions turn each response into one number, in worker processes with limits.
 
-The problem. A reward function is foreign code, run on text of a policy that finds its weak spots:
-a search that never ends, an import that eats the memory, one None among 8 siblings that makes 8
-advantages NaN. And 256 samples of 50 ms, one after another, are 12.8 s of idle GPU in each step.
+The problem. A reward function is foreign code, run on text of a policy that finds its weak spots: a
+search that never ends, one None among 8 siblings that makes 8 advantages NaN. And 256 samples of
+50 ms, one after another, are 12.8 s of idle GPU in each step.
 
-How it works. Scorer keeps num_workers processes that run this file alone, without torch. Each is
-fed by one thread:
+How it works. Scorer keeps num_workers processes that run worker.py, which must lie beside this
+file, without torch. A thread feeds each:
     submit(3, {"response": ...}) -> thread -> pipe -> worker -> [[0.5, ""]] -> collect
     silent for time_limit_s: its process group is killed and replaced -> "no result within 5 s"
-A reward is one number that is finite in fp32: Python's, NumPy's, or a tensor of one element.
-Anything else (None, NaN, 1e39, an exception, a hang) is an error. An error counts as error_reward
-and in error_frac, and the first of each function is printed. collect raises when more than
-max_error_frac of a function's samples fail.
+A reward is one number that is finite in fp32. Anything else (None, NaN, 1e39, an exception, a hang)
+is an error: it counts as error_reward and in error_frac, the first of each function is printed, and
+collect raises when more than max_error_frac of a function's samples fail.
 
 Functions, by spec. (Reward models are no spec: they run on the trainer's ranks.)
-    math              math_reward of the file answers.py beside this one
-    exact             exact_reward of that file: the stripped response is the answer
-    reasoning_gym     gym_reward of that file: the verifier of the data set that made the sample
+    math, exact       math_reward and exact_rewards of the file answers.py beside this one
+    reasoning_gym     gym_reward of that file
     path.py:function  yours, sync or async. Its parameters are named after columns: prompt,
                       response, answer, truncated, any of the data. A function with a parameter
                       responses or completions gets lists, of the whole batch, and returns a list.
     http://host/path  the sample is posted as JSON, the reply is {"reward": number}; 3 attempts
 
-What we give up. There is no sandbox against malice. A process that leaves its worker's group
+What we give up. There is no sandbox against malice, and a process that leaves its worker's group
 lives on. Memory is limited for each process, not for all of them together.
 """
 
 import contextlib
-import faulthandler
-import importlib
-import inspect
+import functools
+import importlib.util
 import json
 import math
 import os
 import pickle
 import queue
-import resource
 import signal
 import subprocess
 import sys
 import threading
-import time
-import traceback
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
 from typing import Any, ClassVar
 from weakref import WeakSet
 
-FILE = os.path.abspath(__file__)
-BUILT_IN = {"math": "math_reward", "exact": "exact_reward", "reasoning_gym": "gym_reward"}
-START_LIMIT_S = 120
+WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
 TIMEOUT = "no result within"
 MAX_REWARD = 3.4028234663852886e38  # of fp32; above it advantages are NaN
-BATCH = {"responses", "completions"}
-ALIASES = {"prompts": "prompt", "responses": "response", "completions": "response"}  # TRL's names
-ALIASES |= {"solution_str": "response", "answers": "answer", "ground_truth": "answer"}  # verl's
 Outcome = tuple[float | None, str]  # (reward, "") or (None, what went wrong)
 Scores = tuple[list[float], dict[str, float]]  # rewards and stats
 
@@ -70,32 +59,35 @@ class RewardConfig:
     num_workers: int = 4
     """Worker processes per rank: so many samples or remote requests are in work at once."""
     time_limit_s: float = 5.0
-    """Seconds for a sample, after which its worker is killed and replaced. A batch of n samples
-    may take n / num_workers times as long."""
+    """Seconds for a sample, then its worker is killed; n / num_workers times that for a batch."""
     memory_limit_mb: int = 4096
     """MB of address space that a worker may take on top of its imports; 0: no limit."""
     error_reward: float = 0.0
     """What a failed call counts as in the sum."""
     max_error_frac: float = 0.25
     """The run stops when a larger share of a function's samples fails in one step; 1: never."""
+    start_limit_s: float = 120.0
+    """Seconds for a worker to load the functions, with all that they import."""
 
     def __post_init__(self):
         distinct = {_short(name) for name in self.functions}
         num = len(self.functions)
-        self._require("functions", 0 < len(distinct) == num, "at least one, of different names")
-        self._require("weights", len(self.weights) in (0, num), "none, or one for each function")
-        self._require("weights", all(map(_fits, self.weights)), "finite in fp32")
-        self._require("error_reward", _fits(self.error_reward), "finite in fp32")
-        self._require("num_workers", self.num_workers >= 1, "at least 1")
-        self._require("time_limit_s", self.time_limit_s >= 0.01, "at least 0.01")
-        self._require("memory_limit_mb", self.memory_limit_mb >= 0, "at least 0 (no limit)")
-        self._require("max_error_frac", self.max_error_frac >= 0, "at least 0")
-
-    def _require(self, name: str, condition: bool, rule: str) -> None:
-        if not condition:
-            value = getattr(self, name)
-            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            raise ValueError(f"--reward.{name.replace('_', '-')} {shown}: must be {rule}")
+        rules = (
+            ("functions", 0 < len(distinct) == num, "at least one, of different names"),
+            ("weights", len(self.weights) in (0, num), "none, or one for each function"),
+            ("weights", all(map(_fits, self.weights)), "finite in fp32"),
+            ("error_reward", _fits(self.error_reward), "finite in fp32"),
+            ("num_workers", self.num_workers >= 1, "at least 1"),
+            ("time_limit_s", self.time_limit_s >= 0.01, "at least 0.01"),
+            ("memory_limit_mb", self.memory_limit_mb >= 0, "at least 0"),
+            ("start_limit_s", self.start_limit_s >= 0.01, "at least 0.01"),
+            ("max_error_frac", self.max_error_frac >= 0, "at least 0"),
+        )
+        for name, holds, rule in rules:
+            if not holds:
+                value = getattr(self, name)
+                shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                raise ValueError(f"--reward.{name.replace('_', '-')} {shown}: must be {rule}")
 
 
 class Scorer:
@@ -114,7 +106,12 @@ class Scorer:
         self._shown: set[str] = set()
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._starting = threading.Lock()
+        if not os.path.isfile(WORKER):
+            raise ValueError(f"rewards.py runs worker.py, which must lie beside it: no {WORKER}")
         self._threads = ThreadPoolExecutor(config.num_workers)
+        for name in config.functions:
+            if name.startswith(("http://", "https://")):
+                _probe(name, config.time_limit_s)
         try:
             described = list(self._threads.map(self._start, range(config.num_workers)))
         except ValueError:
@@ -130,9 +127,11 @@ class Scorer:
         with self._starting:  # a fork in between would hold the new pipe open
             worker = _Worker(self.callables)
         question = (config.functions, config.time_limit_s, config.memory_limit_mb)
-        reply = worker.ask(question, START_LIMIT_S)
+        reply = worker.ask(question, config.start_limit_s)
         self._idle.put(worker)
         if isinstance(reply, str):
+            if reply.startswith(TIMEOUT):
+                reply += " while they are imported: raise --reward.start-limit-s"
             raise ValueError(f"--reward.functions {' '.join(config.functions)}: {reply}")
         return reply
 
@@ -182,7 +181,10 @@ class Scorer:
             scores = [config.error_reward if score is None else score for score, _ in outcomes]
             rewards = [total + weight * score for total, score in zip(rewards, scores, strict=True)]
             stats[f"{_short(name)}_mean"] = sum(scores) / max(num_samples, 1)
-        sums = [_outcome(reward) for reward in rewards]
+        sums = [
+            (reward, "") if _fits(reward) else (None, f"{reward} is not finite in fp32")
+            for reward in rewards
+        ]
         num_errors += self._report("(weighted sum)", sums, num_samples)
         rewards = [config.error_reward if total is None else total for total, _ in sums]
         num_calls = max(num_samples, 1) * len(config.functions)
@@ -252,9 +254,22 @@ def _fits(number: float) -> bool:
     return abs(number) <= MAX_REWARD
 
 
+def _probe(url: str, time_limit_s: float) -> None:
+    """ValueError if nothing answers at the address; any HTTP status is an answer."""
+    from http.client import HTTPException
+    from urllib.error import HTTPError
+    from urllib.request import urlopen
+
+    try:
+        urlopen(url, timeout=time_limit_s).close()
+    except HTTPError as status:
+        status.close()
+    except (OSError, HTTPException, ValueError) as error:
+        raise ValueError(f"--reward.functions {url}: does not answer ({error})") from None
+
+
 class _Worker:
-    """A process in its own session: a new interpreter on this file, or a fork if asked to call
-    functions of this process."""
+    """A process in its own session: a new interpreter, or a fork if there are callables."""
 
     ends: ClassVar = WeakSet()  # the trainer's, of the pipes to all workers
 
@@ -263,6 +278,7 @@ class _Worker:
         self.ends.add(self.connection)
         self.code: int | None = None
         if callables:
+            serve = _load_worker().serve
             self.pid = os.fork()
             if self.pid == 0:
                 os.setsid()
@@ -277,7 +293,7 @@ class _Worker:
             # No GPU: a context for each worker would take 0.5 GB.
             pipe = theirs.fileno()
             process = subprocess.Popen(
-                [sys.executable, FILE, str(pipe)],
+                [sys.executable, WORKER, str(pipe)],
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=2,
@@ -310,152 +326,10 @@ class _Worker:
         return self.code
 
 
-def serve(connection: Connection, callables: Mapping[str, Callable] = {}) -> None:
-    """A worker's life: load the functions, then answer calls until the pipe closes.
-
-    Does not return.
-    """
-    worker = os.getpid()
-    silence = os.open(os.devnull, os.O_WRONLY)
-    try:
-        names, time_limit_s, memory_limit_mb = connection.recv()
-        functions, reply = _load_all(names, callables, time_limit_s)
-        if memory_limit_mb:
-            with open("/proc/self/statm") as statm:
-                num_pages = int(statm.read().split()[0])
-            limit = num_pages * resource.getpagesize() + (memory_limit_mb << 20)
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        while os.getpid() == worker:  # a fork that comes back from a function must not answer, too
-            connection.send_bytes(json.dumps(reply).encode())
-            index, samples, limit_s = connection.recv()
-            # Ends the process if no trainer is left to kill it.
-            faulthandler.dump_traceback_later(limit_s + 5, exit=True, file=silence)
-            reply = evaluate(functions[index], samples)
-            # In a fork there is no watching thread, and cancelling waits for it for ever.
-            if os.getpid() == worker:
-                faulthandler.cancel_dump_traceback_later()
-            with contextlib.suppress(ChildProcessError):
-                # Forks that have ended are zombies until someone asks for them.
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-    finally:
-        if os.getpid() == worker:
-            os.killpg(worker, signal.SIGKILL)  # and all that the functions have started
-        os._exit(0)
-
-
-def _load_all(
-    names: tuple[str, ...], callables: Mapping[str, Callable], time_limit_s: float
-) -> tuple[list[Callable], list[dict] | str]:
-    """The functions, and what the trainer should know of each; or a line on what went wrong."""
-    functions = []
-    described = []
-    for name in names:
-        try:
-            function = callables.get(name) or load_function(name, time_limit_s)
-            parameters = inspect.signature(function).parameters
-        except (Exception, SystemExit) as error:  # importing runs the user's code
-            hint = f": pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            return [], f"{text}{hint}"
-        required = [
-            ALIASES.get(key, key)
-            for key, parameter in parameters.items()
-            if parameter.default is parameter.empty
-            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        ]
-        functions.append(function)
-        described.append({"batched": not BATCH.isdisjoint(parameters), "required": required})
-    return functions, described
-
-
-def load_function(spec: str, time_limit_s: float) -> Callable:
-    """The function that a spec stands for; ValueError or ImportError if there is none."""
-    if spec.startswith(("http://", "https://")):
-        return lambda **sample: post(spec, sample, time_limit_s)
-    path, _, name = spec.rpartition(":")
-    if spec in BUILT_IN:
-        path = os.path.join(os.path.dirname(FILE), "answers.py")
-        name = BUILT_IN[spec]
-    if not os.path.isfile(path):
-        missing = f"{path}, which holds {spec}, is not there"
-        kinds = f"{', '.join(BUILT_IN)}, file.py:function or a URL"
-        raise ValueError(missing if spec in BUILT_IN else f"no file and function {spec!r}: {kinds}")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # for its imports beside it
-    module = importlib.import_module(os.path.basename(path).removesuffix(".py"))
-    if not os.path.samefile(module.__file__, path):
-        raise ValueError(f"the name of {path} is taken by {module.__file__}; rename the file")
-    if not callable(getattr(module, name, None)):
-        raise ValueError(f"{path} has no function {name!r}")
-    function = getattr(module, name)
-    for package in getattr(function, "packages", ()):  # imported before the clock runs
-        importlib.import_module(package)
-    return function
-
-
-def evaluate(function: Callable, samples: list[dict]) -> list[Outcome]:
-    """The outcome of each sample, by one call of the function."""
-    try:
-        parameters = inspect.signature(function).parameters
-        batched = not BATCH.isdisjoint(parameters)
-        columns = _columns(parameters, samples)
-        if not batched:
-            columns = {name: column[0] for name, column in columns.items()}
-        values = function(**columns)
-        if inspect.iscoroutine(values):
-            values = importlib.import_module("asyncio").run(values)
-        if not batched:
-            values = [values]
-        no_list = isinstance(values, (str, bytes, Mapping, Set))
-        if no_list or len(values) != len(samples):
-            count = f"{len(samples)} numbers, one for each sample in order"
-            raise ValueError(f"returned {values!r:.200}: must be {count}")
-        return [_outcome(value) for value in values]
-    except SystemExit as error:
-        return [(None, f"it called sys.exit({error.code!r})")] * len(samples)
-    except Exception:  # the user's code; counted and shown
-        return [(None, traceback.format_exc()[-4000:])] * len(samples)
-
-
-def _columns(parameters: Mapping[str, inspect.Parameter], samples: list[dict]) -> dict[str, list]:
-    """{parameter: values of all samples}; None where a sample lacks a column that others have."""
-    known = dict.fromkeys(key for sample in samples for key in sample)  # data sets differ
-    names = list(parameters)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        names += known
-    columns = {}
-    for name in names:
-        column = ALIASES.get(name, name)
-        if column in known:
-            columns[name] = [sample.get(column) for sample in samples]
-    return columns
-
-
-def _outcome(value: Any) -> Outcome:
-    # What __float__ raises: None, a string, a tensor of several elements.
-    with contextlib.suppress(Exception):
-        if math.isfinite(value) and _fits(float(value)):
-            return float(value), ""
-    return None, f"returned {value!r:.200}: must be one finite number of fp32"
-
-
-def post(url: str, sample: dict, time_limit_s: float) -> float:
-    """The "reward" in the JSON reply to a POST of the sample; 3 attempts within the time limit."""
-    from http.client import HTTPException
-    from urllib.request import Request, urlopen
-
-    body = json.dumps(sample, default=str).encode()
-    request = Request(url, body, {"Content-Type": "application/json"})
-    for attempt in range(3):
-        try:
-            with urlopen(request, timeout=0.25 * time_limit_s) as reply:
-                return json.load(reply)["reward"]
-        except (OSError, HTTPException):  # refused, reset, cut, too slow, or an HTTP status
-            if attempt == 2:
-                raise
-            time.sleep(0.05 * 2**attempt * time_limit_s)
-    raise AssertionError("the third attempt returns or raises")
-
-
-if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+@functools.cache
+def _load_worker():
+    """worker.py as a module: not imported, since it is a program of its own."""
+    found = importlib.util.spec_from_file_location("worker", WORKER)
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module

@@ -35,6 +35,7 @@ import importlib.util
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -59,7 +60,7 @@ class RolloutConfig:
     kv_cache_gb: float = 0.0
     """KV cache in GiB; 0: what memory_fraction leaves (on CPU 0.25)."""
     sleep_level: Literal[0, 1, 2] = 2
-    """While training: 2 frees KV cache and weights, 1 keeps weights on the host, 0 frees nothing."""
+    """While training: 2 frees KV cache and weights, 1 keeps weights on the host, 0 frees none."""
     max_num_seqs: int = 0
     """Requests in flight per engine; 0: as many as a step samples, at most 1024."""
     max_num_batched_tokens: int = 0
@@ -71,20 +72,15 @@ class RolloutConfig:
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """fp8: twice the KV cache; needs the importance correction."""
     quantization: Literal["none", "fp8", "fp8_per_channel"] = "none"
-    """Engine weights in 8 bits, quantized anew at each sync; needs the importance correction. CPU:
-    fp8_per_channel.
-    """
+    """Engine weights in 8 bits; needs the importance correction. On a CPU: fp8_per_channel."""
     ignore_eos: bool = False
     """Sample max_response_tokens every time, for benchmarks."""
     top_p: float = 1.0
-    """Only 1: nucleus sampling would put the trainer's probabilities off by the mass that was cut.
-    """
+    """Only 1: nucleus sampling would put every ratio off by the mass that was cut."""
 
     @property
     def eight_bit(self) -> bool:
-        """The engine computes in 8 bits: it is another policy than the trainer's, by more than
-        rounding.
-        """
+        """The engine computes in 8 bits: it is another policy, by more than rounding."""
         return self.quantization != "none" or self.kv_cache_dtype != "auto"
 
     @property
@@ -105,6 +101,8 @@ class RolloutConfig:
         self._require("memory_fraction", 0 < self.memory_fraction < 1, "between 0 and 1; try 0.45")
         for name in ("length_bins", "kv_cache_gb", "max_num_seqs", "max_num_batched_tokens"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
+        if not torch.cuda.is_available():
+            self._require("quantization", self.quantization != "fp8", "fp8_per_channel on a CPU")
         if self.backend == "hf":
             is_plain = size == 1 and not self.eight_bit
             only = "vllm (installed): hf has neither tensor parallelism nor 8 bits"
@@ -151,14 +149,15 @@ def draw(
     """{position: rollouts} for the prompts that this rank owns. Collective.
 
     prompts: data.Prompt, the same on all ranks. Each response goes to `scorer` (rewards.Scorer, or
-    None) as soon as it ends, under its place in the flat order of the result.
+    None) when it has ended, under its place in the flat order of the result.
     """
+    special_ids = frozenset(tokenizer.all_special_ids)
 
     def submit(index: int, position: int, rollout: Rollout) -> None:
+        ids = rollout.response_ids.tolist()
+        if not rollout.truncated and ids[-1] in special_ids:
+            ids.pop()  # the end; other special tokens are content, such as <think>
         prompt = prompts[position]
-        ids = rollout.response_ids
-        if not rollout.truncated and int(ids[-1]) in tokenizer.all_special_ids:
-            ids = ids[:-1]  # the end; other special tokens are content, such as <think>
         known = {
             "prompt": prompt.text,
             "response": tokenizer.decode(ids),
@@ -167,13 +166,21 @@ def draw(
         }
         scorer.submit(index, prompt.columns | known)
 
-    return engine.generate_share(
-        [prompt.prompt_ids for prompt in prompts],
-        num_samples,
-        temperature=temperature,
-        seed=seed,
-        on_finished=submit if scorer is not None else None,
-    )
+    def later(*ended) -> None:
+        jobs.append(beside.submit(submit, *ended))
+
+    jobs: list[Future] = []
+    with ThreadPoolExecutor(max_workers=1) as beside:  # the engine runs on while text is made
+        drawn = engine.generate_share(
+            [prompt.prompt_ids for prompt in prompts],
+            num_samples,
+            temperature=temperature,
+            seed=seed,
+            on_finished=later if scorer is not None else None,
+        )
+    for job in jobs:
+        job.result()  # raises what it raised
+    return drawn
 
 
 def to_groups(
@@ -266,8 +273,7 @@ class Engine:
     def load_weights(self, buckets: Iterable[list[tuple[str, Tensor]]]) -> int:
         """Bytes taken from `buckets` of (checkpoint name, full tensor); leads to ready.
 
-        Collective, as far as making the buckets is. Raises RuntimeError if a parameter of the
-        engine got no tensor.
+        Collective, as far as making the buckets is. RuntimeError if a parameter got no tensor.
         """
         self._require("weights ready", "load_weights() needs `with engine.awake():` around it")
         sizes: list[int] = []
@@ -308,6 +314,9 @@ class Engine:
 
         def finish(index: int, response_ids: Tensor, logprobs: Tensor, truncated: bool) -> None:
             prompt = prompts[index // num_samples]
+            if not torch.isfinite(logprobs).all():
+                bad = f"log-probabilities of response {index} are not finite: {logprobs.tolist()}"
+                raise RuntimeError(f"the sampler computes garbage with this model: {bad:.200}")
             rollout = Rollout(torch.tensor(prompt), response_ids, logprobs, truncated)
             rollouts[index] = rollout
             self.expected_lengths[hash(tuple(prompt))] = len(response_ids)
@@ -363,11 +372,8 @@ class Engine:
             seed=seed + start * num_samples,
             on_finished=finished,
         )
-        found = {}
-        for position in owned:
-            first = (position - start) * num_samples
-            found[position] = rollouts[first : first + num_samples]
-        return found
+        firsts = {position: (position - start) * num_samples for position in owned}
+        return {position: rollouts[i : i + num_samples] for position, i in firsts.items()}
 
     def _submission_order(self, prompts: list[list[int]]) -> list[int]:
         """Indices of prompts by bins of expected response length, the bin of the longest first."""
@@ -376,10 +382,8 @@ class Engine:
         expected = [known.get(hash(tuple(prompt)), len(prompt)) for prompt in prompts]
         by_length = sorted(range(len(prompts)), key=lambda p: -expected[p])
         size = -(-len(prompts) // max(1, self.config.length_bins))
-        order = []
-        for i in range(0, len(prompts), size):
-            order += sorted(by_length[i : i + size])
-        return order
+        bins = [by_length[i : i + size] for i in range(0, len(prompts), size)]
+        return [p for each in bins for p in sorted(each)]
 
     def _require(self, states: str, message: str) -> None:
         if self.state not in states.split():

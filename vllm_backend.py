@@ -30,7 +30,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,8 +72,12 @@ class VllmBackend:
         self.fp32_residual = dtype == torch.bfloat16 and config.quantization == "none"
         # In this process, and set before the import.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        with _globals_restored():
+        level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        # vLLM 0.32 sets its level only after it has logged that Triton has no CPU backend.
+        logging.getLogger("vllm").setLevel(level.upper())
+        with _globals_restored(), warnings.catch_warnings():
+            # vLLM looks at each name of each module; this one warns whoever looks at it.
+            warnings.filterwarnings("ignore", ".*torch[.]distributed[.]reduce_op", FutureWarning)
             self._build(path, seed, make_scheduler if config.scheduler == "closed" else None)
             self._warm_up(num_samples)
         self._clean_up()
@@ -83,6 +89,8 @@ class VllmBackend:
         if not self.on_gpu:
             # Packed linears refuse new weights, and round more.
             vllm._custom_ops._supports_onednn = False
+            # It binds all memory of this process, the trainer's too, to one NUMA node, and warns.
+            torch.ops._C.init_cpu_memory_env = lambda nodes: None
         if self.fp32_residual:
             _keep_residual_in_fp32()
         scheduler = make_scheduler() if make_scheduler else None

@@ -4,7 +4,6 @@
         --programs handful trl --rounds 2
     python benchmarks/end_to_end.py w2 --model models/qwen2-1.5b --data gsm8k.jsonl \\
         --programs handful trl
-    python benchmarks/end_to_end.py                  # only the table of what has been measured
 
 Hosts differ by a quarter, so programs are compared on one machine only, with --rounds 2 in turn.
 
@@ -18,16 +17,8 @@ A program with packages of its own gets them by --site NAME DIR, other settings 
 --extra NAME "FLAGS".
 
 Each step is a line of the results file as soon as it ends, and a program that has its steps there
-is not run again: a call that was cut off goes on when it is repeated. end_to_end.json beside it
-gets the table: medians of steps 3 and later.
-
-    start_s     from the program's start to its first step
-    sample_s    weights to the engine and sampling; score_s: rewards, layout, log-probabilities
-                that stay fixed; update_s: the rest
-    new/s       sampled tokens, trained/s: prompt and sampled tokens of all sequences, over the step
-    mfu         model FLOPs (as metrics.py counts them) of the step, and of the update alone, over
-                the device's bf16 peak; a peer's tokens are priced as handful's
-    gib         the device's memory in use (NVML), less what was in use before the start
+is not run again: repeat a call that was cut off. The table of them all comes last (table.py says
+what is in it).
 """
 
 from __future__ import annotations
@@ -39,7 +30,6 @@ import json
 import os
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -48,17 +38,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import table
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from peers.verl_grpo import in_common_names
-
-from metrics import PEAK_FLOPS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "vllm", "trl", "verl")
-ABOUT = ("device", "date", "versions", "command")
 PROGRAMS = ("handful", "trl", "trl-generate", "verl")
 
 
@@ -141,13 +126,24 @@ def command_of(program: str, args, metrics: Path) -> list[str]:
     return [sys.executable, *shlex.split(" ".join(parts))]
 
 
-def from_handful(line: dict, work: Workload, peak: float | None) -> dict:
+def num_steps(program: str, args) -> int:
+    return args.steps if program == "handful" else args.peer_steps
+
+
+def in_common(program: str, line: dict, work: Workload) -> dict:
+    """A line of a program's file in the common names; TRL's has them already."""
+    num_samples = work.prompts * work.samples
+    if program == "handful":
+        return from_handful(line, num_samples)
+    return in_common_names(line, num_samples) if program == "verl" else line
+
+
+def from_handful(line: dict, num_samples: int) -> dict:
     """A line of grpo.py's metrics.jsonl in the common names."""
     times = {name[9:]: s for name, s in line.items() if name.startswith("timing_s/")}
-    num_samples = work.prompts * work.samples
     new_tokens = num_samples * line["response_length/mean"]
     sample_s = times["rollout"] + times["reshard"] + times.get("sleep", 0.0)
-    step = {
+    return {
         "step": line["step"],
         "step_s": times["step"],
         "sample_s": sample_s,
@@ -155,12 +151,10 @@ def from_handful(line: dict, work: Workload, peak: float | None) -> dict:
         "update_s": times["update"],
         "new_tokens": round(new_tokens),
         "trained_tokens": round(new_tokens + num_samples * line["prompt_length/mean"]),
+        "mfu": line.get("perf/mfu"),
         "phases": {name: s for name, s in times.items() if name != "step"},
         "raw": {name: x for name, x in line.items() if not name.startswith("timing_s/")},
     }
-    if line.get("perf/mfu") is not None:
-        step["model_flops"] = line["perf/mfu"] * times["step"] * peak
-    return step
 
 
 class DeviceMemory:
@@ -202,14 +196,18 @@ print(json.dumps(found))"""
     return json.loads(job.stdout)
 
 
-def end_children() -> None:
-    """End what the last program left behind (servers, workers). This process adopts the orphans
-    among its descendants, so all that is left are its children.
-    """
+def descendants() -> set:
+    import psutil
+
+    return set(psutil.Process().children(recursive=True))
+
+
+def end_all_but(others: set) -> None:
+    """End what a program left behind: this process adopts the orphans among its descendants."""
     import psutil
 
     for sign in (signal.SIGTERM, signal.SIGKILL):
-        left = psutil.Process().children(recursive=True)
+        left = descendants() - others
         for process in left:
             try:
                 process.send_signal(sign)
@@ -218,17 +216,15 @@ def end_children() -> None:
         psutil.wait_procs(left, timeout=10)
 
 
-def run(program: str, args, round_: int, memory: DeviceMemory, peak: float | None) -> None:
+def run(program: str, args, round_: int, memory: DeviceMemory) -> None:
     """One program from start to end; a line of the results file per step, as it comes."""
-    work = WORKLOADS[args.workload]
     directory = Path(tempfile.mkdtemp(prefix=f"{args.workload}-{program}-", dir=args.directory))
     metrics = directory.resolve() / "run" / "metrics.jsonl"
     metrics.parent.mkdir()
     command = command_of(program, args, metrics)
-    environment = dict(os.environ)
     sites = [site for name, site in args.site if name == program]
-    path = [*sites, environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    path = os.pathsep.join(filter(None, [*sites, os.environ.get("PYTHONPATH", "")]))
+    environment = os.environ | {"PYTHONPATH": path}
     about = {
         "workload": args.workload,
         "program": program,
@@ -239,6 +235,7 @@ def run(program: str, args, round_: int, memory: DeviceMemory, peak: float | Non
         "command": shlex.join(["python", *command[1:]]),
     }
     print(f"\n{program}, round {round_}: {about['command']}", flush=True)
+    others = descendants()
     before = highest = memory.used()
     num_seen = 0
     start = time.monotonic()
@@ -255,117 +252,29 @@ def run(program: str, args, round_: int, memory: DeviceMemory, peak: float | Non
         # A line without its end is still being written.
         lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
         for line in lines[num_seen:]:
-            step = json.loads(line)
-            if program == "handful":
-                step = from_handful(step, work, peak)
-            elif program == "verl":
-                step = in_common_names(step, work.prompts * work.samples)
+            step = in_common(program, json.loads(line), WORKLOADS[args.workload])
             if num_seen == 0:
                 about["start_s"] = time.monotonic() - start - step["step_s"]
             step["gib"] = (highest - before) / 2**30
             with open(args.results, "a") as file:
                 file.write(json.dumps(about | step) + "\n")
-            shown = {name: x for name, x in step.items() if name not in ("phases", "raw")}
-            print(json.dumps(shown), flush=True)
+            print(json.dumps(step | {"phases": "", "raw": ""}), flush=True)
             num_seen += 1
-            if num_seen == (args.steps if program == "handful" else args.peer_steps):
+            if num_seen == num_steps(program, args):
                 until = time.monotonic() + 15  # what it saves at its end is not waited for
     if num_seen == 0 or job.poll():
         print(f"{program} ended with {job.poll()} (None: out of time); {directory / 'log'}:")
         print("\n".join((directory / "log").read_text().splitlines()[-25:]), flush=True)
-    end_children()
-
-
-def load(results: str) -> dict[tuple[str, str, int], list[dict]]:
-    """{(workload, program, round): its steps}; of a program that was started again, the last."""
-    runs = {}
-    if Path(results).exists():
-        for line in Path(results).read_text().splitlines():
-            step = json.loads(line)
-            key = step["workload"], step["program"], step["round"]
-            if step["step"] == 0:
-                runs[key] = []
-            runs.setdefault(key, []).append(step)
-    return runs
-
-
-def summary(steps: list[dict], flops_per_token: float | None, peak: float | None) -> dict:
-    """Medians of steps 3 and later (all, if there are fewer)."""
-    late = [step for step in steps if step["step"] >= 2] or steps
-
-    def median(value) -> float:
-        return statistics.median(value(step) for step in late)
-
-    result = {"start_s": steps[0]["start_s"], "first_step_s": steps[0]["step_s"]}
-    result["num_steps"] = len(late)
-    for name in ("step_s", "sample_s", "score_s", "update_s"):
-        result[name] = statistics.median(step[name] for step in late)
-    result |= {
-        "new_tokens_per_s": median(lambda s: s["new_tokens"] / s["step_s"]),
-        "trained_tokens_per_s": median(lambda s: s["trained_tokens"] / s["step_s"]),
-        "gib": max(step["gib"] for step in steps),
-    }
-    if flops_per_token and peak:
-        price = flops_per_token / peak
-        result["mfu"] = price * result["trained_tokens_per_s"]
-        result["mfu_update"] = price * median(lambda s: s["trained_tokens"] / s["update_s"])
-    return result
-
-
-def tabulate(results: str, peak: float | None) -> list[dict]:
-    """A record per workload, program and round; handful_times: how many times the program's speed
-    handful's is in the same round.
-    """
-    runs = load(results)
-    table = []
-    for (workload, program, round_), steps in sorted(runs.items()):
-        own = runs.get((workload, "handful", round_), [])
-        priced = [s["model_flops"] / s["trained_tokens"] for s in own if "model_flops" in s]
-        record = {"workload": workload, "program": program, "round": round_}
-        record |= summary(steps, statistics.median(priced) if priced else None, peak)
-        if own:
-            speed = summary(own, None, None)["trained_tokens_per_s"]
-            record["handful_times"] = speed / record["trained_tokens_per_s"]
-        table.append(record | {name: steps[0][name] for name in ABOUT})
-    return table
-
-
-def show(table: list[dict]) -> None:
-    columns = {
-        "program": "program",
-        "round": "round",
-        "start_s": "start s",
-        "first_step_s": "first s",
-        "step_s": "step s",
-        "sample_s": "sample s",
-        "score_s": "score s",
-        "update_s": "update s",
-        "new_tokens_per_s": "new/s",
-        "trained_tokens_per_s": "trained/s",
-        "gib": "gib",
-        "mfu": "mfu",
-        "mfu_update": "mfu update",
-        "handful_times": "handful is x",
-    }
-    print("\n| workload | " + " | ".join(columns.values()) + " |")
-    print("|---" * (len(columns) + 1) + "|")
-    for record in table:
-        cells = [record["workload"]]
-        for name in columns:
-            value = record.get(name)
-            if isinstance(value, float):
-                value = f"{value:,.0f}" if value > 1000 else f"{value:.3g}"
-            cells.append("" if value is None else str(value))
-        print("| " + " | ".join(cells) + " |")
+    end_all_but(others)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("workload", nargs="?", choices=WORKLOADS)
-    parser.add_argument("--model", help="Hugging Face directory")
-    parser.add_argument("--data", help="GSM8K's train.jsonl: question and answer")
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("--model", required=True, help="Hugging Face directory")
+    parser.add_argument("--data", required=True, help="GSM8K's train.jsonl: question and answer")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=["handful"])
     parser.add_argument("--rounds", type=int, default=1, help="times that each program runs")
     parser.add_argument("--steps", type=int, default=6, help="of handful")
@@ -377,23 +286,15 @@ def main() -> None:
     parser.add_argument("--extra", nargs=2, action="append", default=[], metavar=("NAME", "FLAGS"))
     args = parser.parse_args()
     memory = DeviceMemory()
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in memory.name()), None)
-    if args.workload:
-        if not (args.model and args.data):
-            parser.error("--model and --data are needed to run programs")
-        args.model = str(Path(args.model).resolve())
-        args.data = str(Path(args.data).resolve())
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans come to us
-        for round_ in range(1, args.rounds + 1):
-            for program in args.programs:
-                done = load(args.results).get((args.workload, program, round_), [])
-                if len(done) < (args.steps if program == "handful" else args.peer_steps):
-                    run(program, args, round_, memory, peak)
-    table = tabulate(args.results, peak)
-    Path(args.results).with_suffix(".json").write_text(
-        "[\n" + ",\n".join(map(json.dumps, table)) + "\n]\n"
-    )
-    show(table)
+    args.model = str(Path(args.model).resolve())
+    args.data = str(Path(args.data).resolve())
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans come to us
+    for round_ in range(1, args.rounds + 1):
+        for program in args.programs:
+            done = table.load(args.results).get((args.workload, program, round_), [])
+            if len(done) < num_steps(program, args):
+                run(program, args, round_, memory)
+    table.make(args.results)
 
 
 if __name__ == "__main__":

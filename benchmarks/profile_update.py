@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import statistics
 import sys
 import time
 import warnings
@@ -102,23 +103,23 @@ def main() -> None:
         return time.perf_counter() - start
 
     first_s = timed()
-    seconds = min(timed() for _ in range(3))
-    lengths = [n for row in rows for n in row.cu_seqlens.diff().tolist()]
-    config = policy.config
-    num_parameters = sum(p.numel() for p in policy.parameters())
-    shape = num_parameters, config.num_hidden_layers, config.hidden_size
+    seconds = []
+    mfus = []
+    for _ in range(3):
+        meter.reduce()
+        seconds.append(timed())
+        mfus.append(meter.reduce().get("perf/mfu"))
     record = {
         "model": Path(args.model).name,
         "rows": len(rows),
         "tokens": num_tokens,
         "first_s": first_s,
-        "s": seconds,
-        "tokens_per_s": num_tokens / seconds,
+        "s": statistics.median(seconds),
+        "tokens_per_s": num_tokens / statistics.median(seconds),
         "torch": torch.__version__,
     }
-    peak = metrics.peak_flops()
-    if peak:
-        record["mfu"] = metrics.model_flops(*shape, lengths) / seconds / peak
+    if None not in mfus:
+        record["mfu"] = statistics.median(mfus)
         record["max_gib"] = torch.cuda.max_memory_allocated() / 2**30
         record["device"] = torch.cuda.get_device_name()
     print(json.dumps(record), flush=True)

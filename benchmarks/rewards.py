@@ -1,14 +1,17 @@
-"""Scoring: seconds of a step's worth of samples by rules and user functions, samples/s of a reward model.
+"""Scoring: seconds of a step's samples by rules and functions; samples/s of a reward model.
 
-python benchmarks/rewards.py --out benchmarks/results/rewards.json
-python benchmarks/rewards.py --shape 135m --dtype bfloat16 --num-texts 1024 --length 512        # on a GPU
+    python benchmarks/rewards.py --out benchmarks/results/rewards.json
+On a GPU:
+    python benchmarks/rewards.py --shape 135m --dtype bfloat16 --num-texts 1024 --length 512
 
-start      Scorer until all workers have loaded the functions
-nap        256 samples that sleep 50 ms each: all at once, and while a sampler takes 2 s over them ("left after")
-trivial    a function that returns at once: what a call through the pipe costs
-math       the built-in rule on right and wrong numbers, fractions and roots
-model      a reward model with random weights on texts of random lengths up to --length: packed by model_scores,
-           each text alone, and in batches padded to their longest; --tokens tokens in a row or a batch
+    start      Scorer until all workers have loaded the functions
+    nap        256 samples that sleep 50 ms each: all at once, and while a sampler takes 2 s over
+               them ("left after")
+    trivial    a function that returns at once: what a call through the pipe costs
+    math       the built-in rule on right and wrong numbers, fractions and roots
+    model      a reward model with random weights on texts of random lengths up to --length: packed
+               by model_scores, each text alone, and in batches padded to their longest; --tokens
+               tokens in a row or a batch
 """
 
 import argparse
@@ -22,11 +25,10 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # the root's rewards.py, not this file
-from logprobs import model_scores  # noqa: E402
-from rewards import RewardConfig, Scorer  # noqa: E402
+# The root's rewards.py, not this file.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from logprobs import model_scores
+from rewards import RewardConfig, Scorer
 
 FUNCTIONS = """
 import time
@@ -56,7 +58,10 @@ FIELDS = (
 def time_function(
     spec: str, samples: list[dict], num_workers: int, sampling_s: float = 0.0
 ) -> tuple[float, float]:
-    """Seconds to start the workers, and from the last submit (the first, if sampling_s is 0) to the rewards."""
+    """Seconds to start the workers, and from the last submit to the rewards.
+
+    If sampling_s is 0, it is from the first submit.
+    """
     start = time.perf_counter()
     with contextlib.closing(Scorer(RewardConfig((spec,), num_workers=num_workers))) as scorer:
         started = time.perf_counter()
@@ -101,7 +106,7 @@ def measure_model(shape: str, dtype: str, num_texts: int, length: int, tokens: i
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = dict(zip(FIELDS, SHAPES[shape]), num_labels=1, pad_token_id=0)
+    options = dict(zip(FIELDS, SHAPES[shape], strict=True), num_labels=1, pad_token_id=0)
     model = (
         Qwen2ForSequenceClassification(Qwen2Config(**options))
         .eval()

@@ -5,7 +5,7 @@
 # Reward: unknown; eval/reward must rise, and response_length/clip_ratio should stay low.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bash launch.sh python -m pip install math-verify datasets matplotlib
+bash launch.sh python -m pip install datasets
 bash launch.sh python -c 'import datasets
 datasets.load_dataset("openai/gsm8k", "main", split="test").to_json("gsm8k_test.jsonl")'
 bash launch.sh grpo.py --name qwen2.5-0.5b_gsm8k --data openai/gsm8k:main \

@@ -4,7 +4,7 @@
 # Time and reward: unknown; eval/reward must rise from its first value.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bash launch.sh python -m pip install math-verify datasets matplotlib
+bash launch.sh python -m pip install datasets
 bash launch.sh python -c 'import datasets
 datasets.load_dataset("openai/gsm8k", "main", split="test").to_json("gsm8k_test.jsonl")'
 bash launch.sh grpo.py --name qwen2.5-7b_gsm8k --model Qwen/Qwen2.5-7B-Instruct \

@@ -249,6 +249,15 @@ def test_whitening_equal_or_single_or_no_values_is_finite():
     assert whiten(torch.ones(3), none).tolist() == [0.0] * 3
 
 
+@pytest.mark.parametrize("value", [0.7, -3.0, 1000.0, 1e-20])
+def test_whitening_values_that_differ_by_rounding_alone_gives_no_noise(value):
+    """Divided by their own deviation, differences in the last digit would be as large as any."""
+    x = torch.full((4,), value)
+    x[0] = torch.nextafter(x[0], torch.tensor(math.inf))
+    assert (whiten(x, torch.ones(4, dtype=torch.bool)) == 0).all()
+    close(whiten(torch.tensor([1e-3, -1e-3]), torch.tensor([True, True])), [0.5**0.5, -(0.5**0.5)])
+
+
 def test_the_score_lands_on_the_last_response_token_and_never_on_what_follows():
     """trl#5338: the score was written one token behind the response, where the mask hid it."""
     mask = torch.tensor([0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0], dtype=torch.bool)
@@ -491,6 +500,49 @@ def test_rows_estimate_like_one_row_and_the_batch_is_whitened_as_one():
     assert one[0, live].mean().abs() < 1e-6 and one[0, live].std() == pytest.approx(1.0)
 
 
+def test_an_estimate_discounts_and_trusts_the_critic_as_the_settings_say():
+    """Each minibatch keeps its own rows; a return of the explained variance is discounted too."""
+    fields = dict(values=torch.tensor([0.5, 0.2]), scores=1.0)
+    row = pack([sequence(torch.tensor([3]), torch.tensor([4, 1]), **fields)], 8)
+    rows = [row, row + row, []]
+    config = GaeConfig(gamma=0.5, gae_lambda=0.25, whiten=False)
+    made, stats = estimate(rows, config, 0.0)
+    assert [len(minibatch) for minibatch in made] == [1, 2, 0]
+    last = 1 - 0.2
+    first = 0.5 * 0.2 - 0.5 + 0.5 * 0.25 * last
+    for minibatch in made:
+        for each in minibatch:
+            close(each.fields["advantages"], [0.0, first, last])
+            close(each.fields["returns"], [0.0, 0.5 + first, 1.0])
+    # Returns of lambda 1 are 0.5 and 1, the values' errors 0 and 0.8.
+    explained = 1 - (0.8 / 0.5) ** 2
+    assert stats["critic/vf_explained_var"] == pytest.approx(explained, rel=1e-5)
+
+
+def test_all_statistics_are_those_of_the_group_of_ranks_that_is_asked_for():
+    """Two ranks, each a group of its own, find what each would find alone."""
+
+    def made(rank):
+        draw = torch.Generator().manual_seed(rank)
+        fields = {
+            name: torch.randn(4, generator=draw) + 10 * rank
+            for name in ("values", "old_logprobs", "ref_logprobs")
+        }
+        return pack([sequence(torch.tensor([3]), torch.full((4,), 5), scores=1.0, **fields)], 8)
+
+    def found(rows, group=None):
+        [[row]], stats = estimate([rows], GaeConfig(gae_lambda=0.5), 0.1, group)
+        return row.fields["advantages"], stats
+
+    def alone():
+        groups = [dist.new_group([rank]) for rank in range(2)]
+        return found(made(dist.get_rank()), groups[dist.get_rank()])
+
+    for rank, (values, stats) in enumerate(run_ranks(2, alone)):
+        expected, expected_stats = found(made(rank))
+        assert values.equal(expected) and stats == expected_stats
+
+
 # The KL penalty
 
 
@@ -516,6 +568,14 @@ def test_without_a_target_the_coefficient_stays_and_one_step_never_moves_it_by_m
     steered = KlController(GaeConfig(kl_coef=0.3, kl_target=0.01))
     steered.update(100.0, 10**9)
     assert fixed.coef == 0.3 and steered.coef == pytest.approx(0.36)
+
+
+def test_a_step_moves_the_coefficient_by_its_share_of_the_horizon():
+    steered = KlController(GaeConfig(kl_coef=1.0, kl_target=0.01, kl_horizon=1000))
+    steered.update(100.0, 250)
+    assert steered.coef == pytest.approx(1.05)
+    steered.update(0.0, 500)
+    assert steered.coef == pytest.approx(1.05 * 0.9)
 
 
 def test_the_penalty_is_the_kl_of_the_old_policy_to_the_reference_not_the_samplers():

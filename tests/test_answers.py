@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from answers import exact_reward, extract_answer, math_reward
+from answers import exact_rewards, extract_answer, math_reward
 
 TABLE = [
     json.loads(line)
@@ -271,13 +271,21 @@ ONE_VALUE = [
     {"1,234", "1\u202f234"},
     {"3", "3 hours", "f(2)=3"},
     {"5 \\text{ cm}", "x = 5", "AB=5"},
+    {"5 \\text{ MHz}", "x = 5", "AB=5"},
+    {"5", "5 \\text{ cm}"},
+    {"5", "x = 5", "AB=5"},
+    {"5", "5 \\text{ MHz}"},
+    {"60 \\text{ mph}", "60 mph"},
     {"\\lambda=2", "2\\,\\text{m/s}"},
     {"\\{1,2\\}", "1,2"},
 ]
 
 
-def test_no_two_rows_of_the_table_are_the_same_answer_but_for_those_of_one_value():
-    for mine, theirs in itertools.permutations([row["gold"] for row in TABLE], 2):
+@pytest.mark.parametrize("num_pairs", [3000, pytest.param(None, marks=pytest.mark.slow)])
+def test_no_two_rows_of_the_table_are_the_same_answer_but_for_those_of_one_value(num_pairs):
+    pairs = list(itertools.permutations([row["gold"] for row in TABLE], 2))
+    random.Random(0).shuffle(pairs)
+    for mine, theirs in pairs[:num_pairs]:
         if math_reward(boxed(mine), theirs) == 1.0:
             assert any({mine, theirs} <= values for values in ONE_VALUE), (mine, theirs)
 
@@ -374,7 +382,7 @@ def test_20000_texts_are_judged_in_less_than_200_ms_each_without_an_error():
     assert judge(seed=1, num_texts=20000) < 0.2
 
 
-LONG = ",".join(str(number) for number in range(100, 220))
+LONG = ",".join(str(number) for number in range(10, 100))
 HOSTILE = [
     ("{" * 250 + "}" * 250, "{" * 249 + "}" * 249),
     ("(" * 250 + ")" * 250, "(" * 249 + "1" + ")" * 249),
@@ -399,6 +407,14 @@ def test_hostile_answers_cost_less_than_200_ms(given, gold):
 
 
 def test_an_exact_answer_is_the_whole_stripped_response():
-    assert exact_reward(" 068\n", "068") == 1.0
-    assert exact_reward("68", "068") == 0.0
-    assert exact_reward("7", 7) == 1.0
+    assert exact_rewards([" 068\n", "68", "7"], ["068", "068", 7]) == [1.0, 0.0, 1.0]
+
+
+def test_answers_beyond_the_limits_are_wrong_whatever_they_hold():
+    items = LONG.split(",")
+    assert math_reward(boxed(",".join(items[:20])), ",".join(items[19::-1])) == 1.0
+    assert math_reward(boxed(LONG), ",".join(reversed(items))) == 0.0  # too many pairs
+    assert math_reward(boxed("5." + "0" * 50), "5") == 1.0
+    assert math_reward(boxed("5." + "0" * 200), "5") == 0.0  # far longer than the gold one
+    assert math_reward(boxed("{" * 10 + "5" + "}" * 10), "5") == 1.0
+    assert math_reward(boxed("{" * 30 + "5" + "}" * 30), "5") == 0.0  # too deep

@@ -285,7 +285,7 @@ def test_a_conversation_that_ends_in_the_assistants_words_goes_on_there():
     for begun in ("Let me", "<think>\n", "<think>"):
         prompt = only({"prompt": [user, {"role": "assistant", "content": begun}], "answer": "4"})
         expected = f"<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n{begun}"
-        assert prompt.text.rstrip() == expected.rstrip()
+        assert prompt.text == expected
         tokens = byte_tokenizer().convert_ids_to_tokens(prompt.prompt_ids)
         assert ("<think>" in tokens) == ("<think>" in begun)  # the token, where it is the data's
     last = [user, {"role": "assistant", "content": "4"}, user]
@@ -397,6 +397,16 @@ def test_a_flag_lets_control_tokens_in_a_users_text_act(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_control_token_that_has_no_role_is_one_too():
+    from tokenizers import AddedToken
+
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("<tool>", special=True), AddedToken("<b>", special=False)])
+    tool, bold = tokenizer.convert_tokens_to_ids(["<tool>", "<b>"])
+    made = only({"prompt": "use <tool> and <b>", "answer": "b"}, tokenizer)
+    assert tool not in made.prompt_ids and bold in made.prompt_ids
+
+
 def test_text_without_control_tokens_has_the_ids_of_one_pass_over_it():
     text = "a < b|im_end|> <im_end> \u00e9\n"
     made = only({"prompt": text, "answer": "b"})
@@ -482,7 +492,7 @@ def test_an_empty_prompt_is_refused(make_tokenizer):
         ('{"prompt": [], "answer": "b"}', "needs `prompt` or `question` .*, and not empty"),
         ('{"prompt": null, "answer": "b"}', "needs `prompt` or `question` .*, and not empty"),
         ('{"prompt": " ", "answer": "b"}', "needs `prompt` or `question` .*, and not empty"),
-        ('{"prompt": "a \\ud800", "answer": "b"}', "row 1: the tokenizer refuses .*surrogates"),
+        ('{"prompt": "a \\ud800", "answer": "b"}', "row 1: .*surrogates not allowed"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_with_the_reason(
@@ -537,6 +547,8 @@ def test_what_is_evaluated_on_is_loaded_like_what_is_learned_from_and_named_by_i
     datasets, eval_sets = load_all([path, path], [path], make_tokenizer(), config)
     assert [len(prompts) for prompts in datasets] == [1, 1]
     assert [[p.source for p in prompts] for prompts in eval_sets] == [["plain"]]
+    with pytest.raises(ValueError, match="^--data: must name at least one data set"):
+        load_all([], [path], make_tokenizer(), DataConfig())
     with pytest.raises(ValueError, match="^--eval-data no.jsonl: no such file"):
         load_all([path], ["no.jsonl"], make_tokenizer(), DataConfig())
 

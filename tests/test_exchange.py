@@ -216,6 +216,14 @@ def test_a_larger_batch_gets_a_larger_segment_and_a_smaller_one_reuses_it():
     assert small >= 2 * 800 and large >= 2 * 8000 and again == large
 
 
+def test_the_message_of_the_docstring_has_the_bytes_that_it_says():
+    sequences = [{"tokens": torch.tensor([5, 6, 7])}, {"tokens": torch.tensor([8])}]
+    parts = exchange_module._parts(sequences, exchange_module._fields(sequences))
+    assert [part.num_bytes for part in parts] == [16, 19, 16, 32]
+    assert exchange_module._message_bytes(parts) == 16 + 24 + 16 + 32
+    assert [exchange_module._padded(n) for n in (0, 1, 7, 8, 9)] == [0, 8, 8, 8, 16]
+
+
 @pytest.mark.parametrize(
     "sequences, destination, message",
     [

@@ -409,8 +409,8 @@ def test_an_entropy_bonus_raises_entropy(tiny, files, tmp_path):
 
 
 def test_a_target_kl_ends_the_step_early(tiny, files, tmp_path):
-    """The first minibatch's ppo_kl is 0; the second's exceeds the target, and its step is not taken,
-    as in ppo.py.
+    """The first minibatch's ppo_kl is 0; the second's exceeds the target: its step is not taken, as
+    in ppo.py.
     """
 
     def num_optimizer_steps(target_kl):

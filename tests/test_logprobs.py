@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import logprobs
 from logprobs import head_logprobs, model_scores, response_positions, token_logprobs, with_logprobs
-from packing import pack, sequence, unpack
+from packing import pack, pack_alike, sequence, unpack
 
 
 def reference(hidden, weight, bias, targets, temperature, softcap):
@@ -64,6 +65,48 @@ def test_values_and_gradients_equal_those_of_all_logits_in_float64(
         found = torch.autograd.grad(losses[0], leaves)
         expected = torch.autograd.grad(losses[1], exact_leaves)
         assert max(map(relative_error, found, expected)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_compiled_it_gives_the_same_and_is_as_near_to_float64(softcap):
+    """Also words of probability 0, and a last chunk of another size."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(30, 16), torch.randn(97, 16)
+    bias = torch.zeros(97)
+    bias[5] = -math.inf if softcap is None else -30.0
+    targets = torch.randint(6, 97, (30,))
+    grads = torch.randn(2, 30)
+    results = []
+    for kind in ("plain", "fused", "exact"):
+        dtype = torch.float64 if kind == "exact" else torch.float32
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight, bias)]
+        if kind == "exact":
+            logprobs, entropy = reference(*leaves[:2], leaves[2].clamp(-1e4), targets, 0.7, softcap)
+        else:
+            options = 0.7, softcap, 8, kind == "fused"
+            logprobs, entropy = head_logprobs(*leaves, targets, *options)
+        terms = [logprobs, entropy]
+        found = torch.autograd.grad(terms, leaves, list(grads.to(dtype)))
+        results.append([*terms, *found])
+    plain, fused, exact = results
+    assert not all(map(torch.equal, plain, fused))  # it did take another way
+    for x, y in zip(fused, exact, strict=True):
+        assert relative_error(x, y) < 1e-5
+
+
+def test_the_head_is_compiled_where_a_models_layers_are(monkeypatch):
+    asked = []
+    monkeypatch.setattr(logprobs, "_compiled", lambda function: asked.append(function) or function)
+    model = make_model()
+    (row,) = pack(random_sequences([(3, 9)]), 12)
+    plain = token_logprobs(model, row)[0]
+    assert not asked
+    model.get_decoder().layers[0].compile(backend="eager")
+    found = token_logprobs(model, row)[0]
+    found.sum().backward()
+    assert asked == [logprobs._chunk_values, logprobs._chunk_gradient]
+    torch.testing.assert_close(found, plain)
 
 
 def test_bf16_products_keep_fp32_sums():
@@ -136,7 +179,7 @@ def test_the_entropy_is_the_distributions_and_masked_positions_have_none():
 class Bigram(nn.Module):
     """A model whose next word depends on the current word alone: logits of word w are table[w]."""
 
-    config = SimpleNamespace()
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
 
     def __init__(self, table):
         super().__init__()
@@ -223,7 +266,7 @@ def test_the_ratio_is_exactly_1_before_the_first_update_also_in_training_mode():
     """minimind#814: old and new log-probabilities from two precisions, or with dropout in one of
     them.
     """
-    model = make_model(attention_dropout=0.5).train()
+    model = make_model().train()
     sequences = random_sequences(LENGTHS)
     (row,) = pack(sequences, 100)
     with torch.no_grad():
@@ -374,6 +417,12 @@ def scores_alone(model, sequences):
         return [(model.score.weight @ h).item() for h in hidden]
 
 
+def scored(model, sequences, tokens_per_row=8192):
+    """The scores of token-id lists, packed into rows that are as many on all ranks."""
+    made = [sequence(torch.tensor(ids[:1]), torch.tensor(ids[1:])) for ids in sequences]
+    return model_scores(model, pack_alike(made, tokens_per_row))
+
+
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
 @pytest.mark.parametrize("attention", ["sdpa", "packed"])
 def test_a_text_has_the_same_score_alone_and_in_any_packing(kind, attention):
@@ -394,13 +443,11 @@ def test_a_text_has_the_same_score_alone_and_in_any_packing(kind, attention):
         (10_000, 1),
     ):  # the texts have 4, 25, 11, 32 and 18 tokens
         rows.clear()
-        got = model_scores(model, texts(), tokens_per_row=tokens_per_row)
+        got = scored(model, texts(), tokens_per_row)
         assert got == pytest.approx(expected, abs=1e-4)  # fp32 sums in another order
         assert len(rows) == num_rows
-    assert model_scores(model, list(map(torch.tensor, reversed(texts())))) == pytest.approx(
-        expected[::-1], abs=1e-4
-    )
-    assert model_scores(model, []) == []
+    assert scored(model, texts()[::-1]) == pytest.approx(expected[::-1], abs=1e-4)
+    assert scored(model, []) == []
 
 
 def test_the_score_of_a_bf16_model_is_not_rounded_to_bf16():
@@ -413,21 +460,21 @@ def test_the_score_of_a_bf16_model_is_not_rounded_to_bf16():
         ]
     expected = [(model.score.weight.float() @ h.float()).item() for h in hidden]
     assert max(abs(x - torch.tensor(x).bfloat16().item()) for x in expected) > 1e-3
-    assert model_scores(model, texts(), tokens_per_row=1) == pytest.approx(expected, abs=1e-5)
+    assert scored(model, texts(), 1) == pytest.approx(expected, abs=1e-5)
 
 
 def test_texts_that_differ_only_behind_the_first_eos_have_different_scores():
-    first, second = model_scores(tiny_reward_model(), [[5, 6, 2, 7, 8, 2], [5, 6, 2, 9, 10, 2]])
+    first, second = scored(tiny_reward_model(), [[5, 6, 2, 7, 8, 2], [5, 6, 2, 9, 10, 2]])
     assert abs(first - second) > 1e-2
 
 
 def test_a_model_whose_score_would_be_wrong_is_refused():
     with pytest.raises(ValueError, match="num_labels 1"):
-        model_scores(tiny_reward_model(num_labels=2), texts())
+        scored(tiny_reward_model(num_labels=2), texts())
     with pytest.raises(ValueError, match="other than eager"):
-        model_scores(tiny_reward_model(attention="eager"), texts())
+        scored(tiny_reward_model(attention="eager"), texts())
     with pytest.raises(ValueError, match="needs a `score` head"):
-        model_scores(tiny_reward_model().model, texts())
+        scored(tiny_reward_model().model, texts())
 
 
 def test_a_score_that_is_not_finite_stops_the_run():
@@ -435,7 +482,7 @@ def test_a_score_that_is_not_finite_stops_the_run():
     with torch.no_grad():
         model.score.weight.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="LlamaForSequenceClassification gave a score of NaN"):
-        model_scores(model, texts())
+        scored(model, texts())
 
 
 def scores_on_each_rank():
@@ -445,11 +492,11 @@ def scores_on_each_rank():
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    return model_scores(model, texts(5)[: [5, 0, 2][dist.get_rank()]], tokens_per_row=20)
+    return scored(model, texts(5)[: [5, 0, 2][dist.get_rank()]], 20)
 
 
 def test_a_sharded_model_scores_on_ranks_with_different_numbers_of_texts():
     expected = scores_alone(tiny_reward_model(), texts())
     got = run_ranks(3, scores_on_each_rank)
-    for scores, count in zip(got, (5, 0, 2)):
+    for scores, count in zip(got, (5, 0, 2), strict=True):
         assert scores == pytest.approx(expected[:count], abs=1e-4)

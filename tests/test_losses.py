@@ -590,6 +590,35 @@ def test_what_masked_entries_hold_changes_no_gradient_of_the_policys_loss():
         assert gradient == pytest.approx(dict(gradients[:2])[kl])
 
 
+@pytest.mark.parametrize(
+    ("importance", "cap", "weights"),
+    [
+        ("token", 1.2, [1.2, math.exp(-0.1), math.exp(0.1)]),
+        ("token", 1.05, [1.05, math.exp(-0.1), 1.05]),
+        ("sequence", 1.2, [1.2, 1.2, math.exp(0.1)]),
+        ("sequence", 2.0, [math.exp(0.4), math.exp(0.4), math.exp(0.1)]),
+        ("mask", 1.2, [0.0, 1.0, 1.0]),
+        ("mask", 1.05, [0.0, 0.0, 0.0]),
+        ("off", 1.2, [1.0, 1.0, 1.0]),
+    ],
+)
+def test_the_policys_loss_is_corrected_for_the_sampler_as_the_settings_say(
+    importance, cap, weights
+):
+    """The trainer's tokens are likelier than the sampler's by 0.5, -0.1 and 0.1 nats."""
+    old = tensor(0.0, -1.0, -1.0, 0.0, -1.0)
+    rollout = old - tensor(0.0, 0.5, -0.1, 0.0, 0.1)
+    row = two_responses(
+        advantages=tensor(0.0, 1.0, 2.0, 0.0, 4.0), old_logprobs=old, rollout_logprobs=rollout
+    )
+    config = LossConfig(importance=importance, importance_cap=cap)
+    totals = dict(tokens=3, sequences=2)
+    loss, stats = actor_loss(old, torch.zeros(5), row, totals, config, 8)
+    expected = sum(w * a for w, a in zip(weights, (1.0, 2.0, 4.0), strict=True))
+    assert loss.item() == pytest.approx(-expected / 3)
+    assert stats["rollout_corr/abs_diff_max"].item() == pytest.approx(0.5)
+
+
 def test_a_rows_loss_is_its_part_of_the_minibatch_and_its_metric_a_mean_over_its_own_tokens():
     """Three tokens of advantage 1 where the minibatch has six."""
     same = tensor(0.0, -1.0, -1.0, 0.0, -1.0)

@@ -198,6 +198,14 @@ def test_a_group_is_reported_as_it_was_sampled():
     assert record["perf/tokens_per_sec_per_gpu"] == record["throughput/tokens_per_sec"]
 
 
+def test_one_sample_has_no_spread_to_report():
+    metrics = Metrics()
+    metrics.add_group("x", [1.0], [rollout(4, 2)])
+    record = metrics.reduce()
+    assert record["reward/mean"] == 1.0
+    assert "reward/std" not in record and "reward/frac_zero_std" not in record
+
+
 def test_constant_rewards_are_reported_as_they_are_whatever_else_is_logged():
     metrics = Metrics()
     for _ in range(7):
@@ -350,7 +358,9 @@ def test_all_ranks_have_the_same_record():
         return metrics.reduce()
 
     first, second = run_ranks(2, on_a_rank)
+    # 10 tokens on each, in 1 and 2 seconds.
     assert first == second and first["throughput/tokens_per_sec"] == 20 / 1.5
+    assert first["perf/tokens_per_sec_per_gpu"] == 20 / 1.5 / 2
 
 
 def test_without_a_known_device_there_is_no_utilisation(monkeypatch):
@@ -507,7 +517,7 @@ def test_an_exception_in_a_timer_does_not_wait_for_the_device(monkeypatch):
 
 
 class FakeNvml(SimpleNamespace):
-    """A GPU that is 70 % busy with 2 GiB in use, or one that tells nothing."""
+    """A GPU that is 70 % busy with 0.5 GiB in use, or one that tells nothing."""
 
     class NVMLError(Exception):
         pass
@@ -526,7 +536,7 @@ class FakeNvml(SimpleNamespace):
             NVMLError=FakeNvml.NVMLError,
             nvmlInit=call("init", None),
             nvmlDeviceGetHandleByUUID=call("uuid", "handle"),
-            nvmlDeviceGetMemoryInfo=call("memory", SimpleNamespace(used=2 << 30)),
+            nvmlDeviceGetMemoryInfo=call("memory", SimpleNamespace(used=1 << 29)),
             nvmlDeviceGetUtilizationRates=call("busy", SimpleNamespace(gpu=70)),
         )
 
@@ -565,7 +575,7 @@ def test_the_device_is_sampled_by_phase_and_null_under_half_a_second(gpu):
     wait_until(lambda: sampler.mean_utilization("update") == 70.0)
     phases.clear()
     assert sampler.mean_utilization("ref_logprobs") is None
-    assert sampler.max_memory_gb() == {"": 2.0, "step": 2.0, "update": 2.0}
+    assert sampler.max_memory_gb() == {"": 0.5, "step": 0.5, "update": 0.5}
     sampler.clear()
     assert sampler.mean_utilization("update") is None  # too few
 
@@ -619,3 +629,25 @@ def test_measured_bandwidth_is_positive_and_equal_on_all_ranks_and_nan_on_one(wo
         assert figures[0] != figures[0]
     else:
         assert figures[0] > 0 and figures[0] == figures[1]
+
+
+def test_bandwidth_is_the_bytes_that_a_rank_must_send_over_the_median_of_the_slowest_rank():
+    """Four ranks, 1 MiB: three quarters of it leave each."""
+
+    def on_a_rank():
+        seconds = [90.0, 80.0, 5.0, 1.0, 4.0, 2.0, 3.0]  # the first two are to warm up
+        slower = 1.0 if dist.get_rank() == 2 else 0.5
+        ticks = iter([tick for s in seconds for tick in (0.0, s * slower)])
+        metrics_module.time = SimpleNamespace(perf_counter=lambda: next(ticks))
+        sizes = []
+        metrics_module.reduce_scatter = lambda out, x, group: sizes.append((x.nbytes, out.nbytes))
+        return measure_bandwidth(1 << 20), sizes
+
+    for found, sizes in run_ranks(4, on_a_rank):
+        assert found == pytest.approx(0.75 * (1 << 20) / 3.0 / 1e9)
+        assert sizes == [(1 << 20, 1 << 18)] * 7
+
+
+def test_total_takes_a_number():
+    assert total(3) == 3.0
+    assert run_ranks(2, lambda: total((1 << 24) + dist.get_rank())) == [(2 << 24) + 1.0] * 2

