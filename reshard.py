@@ -78,8 +78,9 @@ def verify_sync(
     2. each parameter of the engine has the bytes that it had before: the first load had reached it;
     3. a parameter that goes by a checkpoint's name, or is fused from such (the engine's
        `packed_modules_mapping`), holds the same numbers, in whatever order the engine wants them.
-    Not proven: that order, parameters of other types (8 bits) or cut by tensor parallelism in 3,
-    and what the engine computes with them. rollout_corr/kl is the witness for these.
+    Not proven: that order, in 3 what has another type (8 bits) or size (tensor parallelism, a
+    vocabulary that is filled up), and what the engine computes with them. rollout_corr/kl is the
+    witness for these.
     """
     dtype = dtype or engine.dtype
     before = _fingerprints(engine.model)
@@ -131,8 +132,8 @@ def _with_other_numbers(
                 names = [name.replace(f".{whole}.", f".{part}.") for part in parts]
         known = [sums[part] for part in names if part in sums]
         num_elements = sum(numel for numel, _ in known)
-        # Fewer elements: a slice. More: rows that fill up the vocabulary, of zeros.
-        if p.dtype != dtype or len(known) < len(names) or p.numel() < num_elements:
+        # Of another size: a slice of tensor parallelism, or a vocabulary with rows that fill it up.
+        if p.dtype != dtype or len(known) < len(names) or p.numel() != num_elements:
             continue
         if _sum_of_bits(p) != sum(bits for _, bits in known):
             wrong.append(name)
