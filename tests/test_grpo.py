@@ -391,7 +391,7 @@ def test_a_reference_holds_the_policy_back_and_a_refresh_moves_it(tiny, files, t
 
     one = dict(batch=dict(num_minibatches=1))
     kept = kl_losses("kept", loss=dict(kl_coef=0.01), **one)
-    assert kept[0] == 0 and 0 < kept[1] < kept[2]
+    assert kept[0] == 0 and min(kept[1:]) > 0.1
     refreshed = kl_losses("refreshed", loss=dict(kl_coef=0.01), refresh_every=1, **one)
     assert refreshed == [0, 0, 0]
     pulled = kl_losses("pulled", loss=dict(kl_coef=100.0), **one)
@@ -741,7 +741,10 @@ def parse(monkeypatch, *flags):
         ("--learning-rate 0", ["--learning-rate 0.0", "above 0"]),
         ("--loss.kl k1", ["--loss.kl", "k1", "k2", "k3"]),
         ("--loss.clip-low 0", ["--loss.clip-low 0.0", "try 0.2"]),
-        ("--rollout.quantization fp8 --loss.importance off", ["--loss.importance off", "token"]),
+        (
+            "--rollout.quantization fp8_per_channel --loss.importance off",
+            ["--loss.importance off", "token"],
+        ),
         ("--optim.max-grad-norm 0", ["--optim.max-grad-norm 0.0", "above 0"]),
         ("--data.max-prompt-tokens 0", ["--data.max-prompt-tokens 0", "at least 1"]),
         ("--reward.functions", ["--reward.functions", "at least one"]),
