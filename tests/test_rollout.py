@@ -362,7 +362,7 @@ def test_responses_are_handed_on_while_others_still_run(one_rank):
 
     def job(kept):
         running = []
-        watch = kept.engines["qwen2"].llm.llm_engine.get_num_unfinished_requests
+        watch = kept.engines["qwen2"].backend.llm.llm_engine.get_num_unfinished_requests
         kept.sample(on_finished=lambda *_: running.append(watch()))
         return running
 
@@ -476,12 +476,12 @@ def test_ranks_that_ask_for_different_things_are_told_so_at_once(ranks, request)
     [
         (
             dict(temperature=0.0),
-            "--rollout.temperature 0.0: must be above 0 and at most 2 in training; try 1.0",
+            "--rollout.temperature 0.0: must be above 0 and at most 2; try 1.0",
         ),
         (dict(temperature=2.5), "--rollout.temperature 2.5: must be above 0 and at most 2"),
         (
             dict(top_p=0.9),
-            "--rollout.top-p 0.9: must be 1: the trainer's probabilities are those of the whole",
+            "--rollout.top-p 0.9: must be 1: the trainer scores whole distributions",
         ),
         (dict(max_response_tokens=0), "--rollout.max-response-tokens 0: must be at least 1"),
         (
@@ -500,12 +500,12 @@ def test_ranks_that_ask_for_different_things_are_told_so_at_once(ranks, request)
         (dict(kv_cache_gb=-1.0), "--rollout.kv-cache-gb -1.0: must be at least 0"),
         (dict(max_num_seqs=-1), "--rollout.max-num-seqs -1: must be at least 0"),
         (
-            dict(engine="hf", quantization="fp8"),
-            "--rollout.engine hf: must be vllm: hf has neither",
+            dict(engine="hf", quantization="fp8_per_channel"),
+            "--rollout.engine hf: must be vllm (installed): hf has neither",
         ),
         (
             dict(engine="hf", tensor_parallel_size=3),
-            "--rollout.engine hf: must be vllm: hf has neither",
+            "--rollout.engine hf: must be vllm (installed): hf has neither",
         ),
     ],
 )
