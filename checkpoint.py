@@ -69,8 +69,8 @@ class TrainState:
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        groups = getattr(self.optimizer, "param_groups", [])
         kept = ("params", "lr", "initial_lr")
+        groups = getattr(self.optimizer, "param_groups", [])
         settings = [{key: x for key, x in g.items() if key not in kept} for g in groups]
         set_state_dict(
             self.model,
@@ -78,6 +78,7 @@ class TrainState:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
+        groups = getattr(self.optimizer, "param_groups", [])  # torch has made new ones
         for group, ours in zip(groups, settings, strict=True):
             for key, value in ours.items():
                 saved = group.get(key, value)

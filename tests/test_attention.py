@@ -3,6 +3,7 @@ what cost.
 """
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from rows import make_model, random_sequences
 from torch import nn
 
-from attention import packed_attention, use_packed_attention
+from attention import packed_attention, rotary_limit, use_packed_attention
 from logprobs import token_logprobs
 from packing import pack
 
@@ -221,3 +222,104 @@ def test_the_gpu_kernel_attends_as_the_cpu_segments_do(kv_heads, options):
         torch.autograd.grad((found.float() * weights.cuda()).sum(), on_gpu), exact, strict=True
     ):
         assert (x.float().cpu() - y).norm() < 2e-2 * y.norm()
+
+
+# What the row's other sequences would change (REVIEW 2.1), and what sees the future (COPY F11)
+
+ROTARY = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 16},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0, 5.0, 6.0, 7.0],
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+def test_a_sequence_has_the_same_rotary_angles_alone_and_in_a_row_or_is_refused(kind):
+    """0.36 nats (longrope) and 0.10 (dynamic) between alone and beside one of 48 tokens."""
+    rope = ROTARY[kind] | {"rope_theta": 10000.0}
+    positions = 16 if kind == "dynamic" else 64
+    model = make_model(rope_parameters=rope, max_position_embeddings=positions)
+    lengths = [(3, 9), (4, 44)]
+    if kind in ("dynamic", "longrope"):
+        with pytest.raises(ValueError, match="depend on a row's longest sequence above 16 tok"):
+            token_logprobs(model, pack(random_sequences(lengths), 60)[0])
+        lengths = [(3, 9), (4, 12)]
+    alone, other = random_sequences(lengths)
+    (row,) = pack([alone, other], 60)
+    (single,) = pack([alone], 60)
+    start = row.source.index(0) and int(row.cu_seqlens[1])
+    with torch.no_grad():
+        found = token_logprobs(model, row)[0][start : start + 12]
+        torch.testing.assert_close(found, token_logprobs(model, single)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_rotary_kind_that_is_not_known_and_one_of_one_layer_type_have_a_limit():
+    scaled = {"rope_type": "new", "original_max_position_embeddings": 32}
+    config = SimpleNamespace(rope_parameters=scaled, max_position_embeddings=64)
+    assert rotary_limit(config) == 32
+    by_layer = {"full_attention": scaled, "sliding_attention": {"rope_type": "default"}}
+    config = SimpleNamespace(rope_parameters=by_layer, max_position_embeddings=64)
+    assert rotary_limit(config) == 32
+    config = SimpleNamespace(rope_scaling={"type": "dynamic"}, max_position_embeddings=64)
+    assert rotary_limit(config) == 64
+    assert rotary_limit(SimpleNamespace()) is None
+
+
+def test_chunks_are_no_full_attention():
+    """MUTANTS 21: Llama 4's."""
+    model = make_model()
+    model.config.layer_types = ["chunked_attention", "full_attention"]
+    with pytest.raises(ValueError, match="mixes tokens by chunked_attention, which would cross"):
+        use_packed_attention(model)
+
+
+@pytest.mark.parametrize("kind", ["BERT", "Gemma 3", "Llama"])
+def test_a_model_in_which_tokens_see_what_comes_after_them_is_refused(kind):
+    """They became causal, in silence: hidden states off by up to 2.9."""
+    import transformers
+
+    if kind == "BERT":
+        model = transformers.BertModel(transformers.BertConfig(**MIXED))
+    elif kind == "Llama":
+        model = make_model()
+        model.config.is_causal = False
+    else:
+        sizes = MIXED | dict(num_key_value_heads=2, head_dim=8)
+        config = transformers.Gemma3TextConfig(**sizes, use_bidirectional_attention=True)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(
+        ValueError, match=f"{type(model).__name__}: is not causal: packed attention"
+    ):
+        use_packed_attention(model)
+
+
+def test_a_call_that_wants_dropout_or_the_future_is_refused():
+    q, k, v = (x.detach() for x in inputs(6))
+    known = dict(cu_seq_lens_q=boundaries([6]), max_length_q=6)
+    with pytest.raises(ValueError, match="drops nothing; set attention_dropout of its config to 0"):
+        packed_attention(nn.Identity(), q, k, v, None, dropout=0.5, **known)
+    with pytest.raises(ValueError, match="Identity: is not causal: packed attention lets a"):
+        packed_attention(nn.Identity(), q, k, v, None, is_causal=False, **known)
+
+
+def test_the_way_back_to_padded_batches_is_named_and_works():
+    model = make_model()
+    with pytest.raises(ValueError, match=r'call model.set_attn_implementation\("sdpa"\) first'):
+        model(torch.ones(2, 6, dtype=torch.int64), use_cache=False)
+    model.set_attn_implementation("sdpa")
+    assert model(torch.ones(2, 6, dtype=torch.int64), use_cache=False).logits.isfinite().all()

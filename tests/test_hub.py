@@ -1,6 +1,7 @@
 """A Hugging Face directory: what is found, what is refused, and what an export writes."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hub import (
     export,
     find_model,
     memory_plan,
+    num_positions,
     save_safetensors,
     stop_token_ids,
 )
@@ -199,3 +201,90 @@ def test_the_other_files_of_a_model_are_copied_and_its_config_states_the_new_dty
         "tokenizer.model",
     }
     assert {p.name for p in out.iterdir()} == copied | {"merges.txt"}
+
+
+# Positions, and what is no model (FAULTS M38, REVIEW 2.1, USERS 5)
+
+
+def configured(source, directory, remove=(), **changes):
+    """A copy of the model's directory with other settings, written as they are."""
+    shutil.copytree(source, directory)
+    config = json.loads((directory / "config.json").read_text()) | changes
+    config = {name: x for name, x in config.items() if name not in remove}
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    "spelling, rope, longest",
+    [
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 10000.0} | YARN, 512),
+        ("rope_scaling", {"type": "yarn"} | YARN, 512),
+        ("rope_scaling", {"rope_type": "linear", "factor": 2.0}, 256),
+        ("rope_scaling", {"rope_type": "default"}, 128),
+        (
+            "rope_parameters",
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 16,
+                "long_factor": [4.0] * 16,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 10000.0,
+            },
+            64,
+        ),
+    ],
+    ids=["yarn, new spelling", "yarn, old", "linear", "default", "longrope"],
+)
+def test_positions_follow_from_the_rotary_scaling_in_each_spelling(
+    tmp_path, paths, spelling, rope, longest
+):
+    """Yarn was refused in the newer spelling, and any length passed with "default"."""
+    others = {"rope_scaling", "rope_parameters"} - {spelling}
+    path = configured(paths["qwen2"], tmp_path / "model", others, **{spelling: rope})
+    assert find_model(path, longest) == path
+    with pytest.raises(ValueError, match=rf"--model .*: has {longest} positions, .* want"):
+        find_model(path, longest + 1)
+
+
+def test_dynamic_rotary_scaling_is_refused(tmp_path, paths):
+    rope = {"rope_type": "dynamic", "factor": 4.0}
+    path = configured(paths["qwen2"], tmp_path / "m", ("rope_parameters",), rope_scaling=rope)
+    with pytest.raises(ValueError, match="--critic.path .*: has dynamic rotary scaling: its"):
+        find_model(path, 8, "--critic.path")
+
+
+def test_positions_are_read_where_a_model_keeps_them(tmp_path):
+    """GPT-2's n_positions; a text part inside a model of several."""
+    from transformers import Gemma3Config, GPT2Config
+
+    assert num_positions(GPT2Config(n_positions=77)) == 77
+    text = {"max_position_embeddings": 99, "num_hidden_layers": 1}
+    assert num_positions(Gemma3Config(text_config=text).get_text_config()) == 99
+
+
+@pytest.mark.parametrize("content", ["{not json", '{"model_type": "nothing"}', "[]", "{}"])
+def test_a_config_that_is_of_no_model_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match="--model .*: config.json is of no model for") as caught:
+        find_model(str(tmp_path), 8)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_files_that_the_index_names_and_others_beside_it(tmp_path, paths):
+    """FAULTS M25: an adapter was counted in the memory plan; a missing shard is named."""
+    shutil.copytree(paths["qwen2"], tmp_path / "model")
+    plan = memory_plan(paths["qwen2"], "float32", frozen_copies=0)
+    shutil.copy(tmp_path / "model/model.safetensors", tmp_path / "model/adapter_model.safetensors")
+    assert memory_plan(str(tmp_path / "model"), "float32", frozen_copies=0) == plan
+    index = {"weight_map": {"x": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="model-00001-of-00002.*, which .* names, is missing"):
+        find_model(str(tmp_path / "model"), 8)
+    (tmp_path / "model/model.safetensors.index.json").unlink()
+    (tmp_path / "model/model.safetensors").unlink()
+    with pytest.raises(ValueError, match="--model .* has no model.safetensors and no index"):
+        find_model(str(tmp_path / "model"), 8)

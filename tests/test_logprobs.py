@@ -1,5 +1,6 @@
 """Log-probabilities and entropy against full logits in float64, in a quarter of their memory."""
 
+import contextlib
 import ctypes
 import math
 from dataclasses import replace
@@ -16,7 +17,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import logprobs
-from logprobs import head_logprobs, model_scores, response_positions, token_logprobs, with_logprobs
+from logprobs import (
+    head_logprobs,
+    model_scores,
+    response_positions,
+    token_logprobs,
+    token_values,
+    warm_up,
+    with_logprobs,
+)
 from packing import pack, pack_alike, sequence, unpack
 
 
@@ -500,3 +509,134 @@ def test_a_sharded_model_scores_on_ranks_with_different_numbers_of_texts():
     got = run_ranks(3, scores_on_each_rank)
     for scores, count in zip(got, (5, 0, 2), strict=True):
         assert scores == pytest.approx(expected[:count], abs=1e-4)
+
+
+# Heads that are more than a matrix, first tokens, wrapped models (COPY F3, F4, F6)
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank adapter beside it, as PEFT puts into a head's place."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.Linear(base.in_features, 2, bias=False)
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    @property
+    def bias(self):
+        return self.base_layer.bias
+
+
+@pytest.mark.parametrize(
+    "name", ["logits_scaling", "logit_scale", "lm_head_multiplier", "logits_multiplier"]
+)
+def test_a_model_that_scales_its_logits_is_refused(name):
+    """Granite, logits_scaling 4: loss 4.89 in place of 4.86."""
+    (row,) = pack(random_sequences([(3, 9)]), 50)
+    model = make_model()
+    setattr(model.config, name, 1.0)
+    token_logprobs(model, row)
+    setattr(model.config, name, 4.0)
+    with pytest.raises(ValueError, match=rf"LlamaForCausalLM: .*scale their logits \({name}\)"):
+        token_logprobs(model, row)
+
+
+def test_a_head_with_an_adapter_is_refused():
+    """Its adapter got no gradient, and the log-probabilities were those without it."""
+    (row,) = pack(random_sequences([(3, 9)]), 50)
+    model = make_model()
+    model.lm_head = Adapted(model.lm_head)
+    with pytest.raises(ValueError, match="the head is a Adapted, not a matrix; merge its adapters"):
+        token_logprobs(model, row)
+
+
+def test_first_tokens_have_logprob_0_whatever_the_mask_says():
+    """Scored from the neighbour's last state: gradient off by 44 %."""
+    model = make_model()
+    (row,) = pack(random_sequences([(3, 9), (2, 4)]), 50)
+    everything = replace(
+        row,
+        fields=row.fields | {"response_mask": torch.ones(len(row.tokens), dtype=torch.bool)},
+        num_response_tokens=len(row.tokens),
+    )
+    firsts = row.cu_seqlens[:-1].long()
+    others = torch.ones(len(row.tokens), dtype=torch.bool).index_fill(0, firsts, False)
+    allowed = replace(
+        everything,
+        fields=row.fields | {"response_mask": others},
+        num_response_tokens=int(others.sum()),
+    )
+    gradients = []
+    for each in (everything, allowed):
+        model.zero_grad()
+        logprobs, entropy = token_logprobs(model, each)
+        assert logprobs[firsts].eq(0).all() and entropy[firsts].eq(0).all()
+        assert logprobs[others].lt(0).all()
+        logprobs.sum().backward()
+        gradients.append(model.lm_head.weight.grad.clone())
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_under_ddp_is_refused_and_the_way_that_is_named_reduces_gradients():
+    class Scorer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = make_model()
+
+        def forward(self, row):
+            return token_logprobs(self.model, row)
+
+    def job():
+        (row,) = pack(random_sequences([(3, 9)], seed=dist.get_rank()), 50)
+        wrapped = nn.parallel.DistributedDataParallel(make_model())
+        with pytest.raises(ValueError, match="DistributedDataParallel is no .* forward of"):
+            token_logprobs(wrapped, row)
+        scorer = nn.parallel.DistributedDataParallel(Scorer())
+        scorer(row)[0].sum().backward()
+        return scorer.module.model.lm_head.weight.grad
+
+    first, second = run_ranks(2, job)
+    assert torch.equal(first, second) and first.abs().max() > 0
+
+
+# Mutants that lived
+
+
+def test_a_warm_up_leaves_no_gradient(monkeypatch):
+    """MUTANTS 11: step 0 of every GPU run would add that of the warm-up's rows."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model, row = make_model(), pack(random_sequences([(3, 9)]), 50)[0]
+    backwards = []
+    model.lm_head.weight.register_hook(lambda grad: backwards.append(grad))
+    warm_up([model, None], [row], lambda model: contextlib.nullcontext())
+    assert len(backwards) == 1 and all(p.grad is None for p in model.parameters())
+
+
+def test_values_of_a_bf16_critic_are_not_rounded_to_bf16():
+    """MUTANTS 13."""
+    critic = make_model().bfloat16()
+    critic.score = nn.Linear(32, 1, bias=False).bfloat16()
+    (row,) = pack(random_sequences([(3, 20)]), 50)
+    states = []
+    critic.model.register_forward_hook(lambda *x: states.append(x[2].last_hidden_state[0]))
+    values = token_values(critic, row).detach()
+    expected = states[0][2:-1].float() @ critic.score.weight[0].float()
+    torch.testing.assert_close(values[3:], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_after_a_pass_without_gradients_a_sharded_model_holds_shards_again():
+    """MUTANTS 22: the root stays gathered for a backward that never comes."""
+
+    def job():
+        model = make_model()
+        for part in [*model.model.layers, model]:
+            fully_shard(part)
+        with torch.no_grad():
+            token_logprobs(model, pack(random_sequences([(3, 9)]), 50)[0])
+        return all(isinstance(p, DTensor) for p in model.parameters())
+
+    assert run_ranks(2, job) == [True, True]

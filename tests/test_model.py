@@ -1,7 +1,9 @@
 """Shards of a Transformers model: what is loaded, what gradients mean, what a step does."""
 
+import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -323,6 +325,176 @@ def test_what_cannot_be_loaded_is_refused_by_name(tmp_path, paths):
                 load(str(tmp_path / case))
 
     run_ranks(1, job)
+
+
+def altered(source, directory, *, config=None, tensors=None, remove=()):
+    """A copy of a model's directory with other settings and tensors."""
+    shutil.copytree(source, directory)
+    settings = json.loads((directory / "config.json").read_text()) | (config or {})
+    (directory / "config.json").write_text(json.dumps(settings))
+    stored = load_file(directory / "model.safetensors") | (tensors or {})
+    stored = {name: x for name, x in stored.items() if name not in remove}
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        # FAULTS M23: FP8 read without its scales, weights 1,000 times too large
+        (dict(config={"quantization_config": {"quant_method": "fp8"}}), "is quantized; dequantize"),
+        (
+            dict(tensors={UP: torch.ones(90, 64).to(torch.float8_e4m3fn)}),
+            "weight is F8_E4M3",
+        ),
+        (dict(tensors={UP: torch.ones(90, 64, dtype=torch.int8)}), "weight is I8; dequantize"),
+        (
+            dict(tensors={f"{UP}_scale_inv": torch.ones(1)}),
+            "1 tensors of Q.* not this model",
+        ),
+        # what nothing used
+        (dict(tensors={"score.weight": torch.ones(1, 64)}), "not this model's: score.weight"),
+        (dict(tensors={"visual.patch.weight": torch.ones(2, 2)}), "not this model's: visual.patch"),
+        # FAULTS M24: tied by the config, two tensors in the file
+        (dict(tensors={"lm_head.weight": torch.ones(14, 64)}), "are tied by its config and differ"),
+        # scaled logits, of others than Granite
+        (dict(config={"logit_scale": 0.0625}), r"scale their logits \(logit_scale\)"),
+    ],
+    ids=["fp8", "f8 alone", "int8", "scales", "score", "vision", "tied head", "scaled"],
+)
+def test_files_that_hold_another_model_than_their_names_say_are_refused(
+    tmp_path, paths, change, message
+):
+    path = altered(paths["qwen2"], tmp_path / "model", **change)
+
+    def job():
+        with pytest.raises(ValueError, match=message):
+            load(str(path))
+
+    run_ranks(1, job)
+
+
+def test_names_and_copies_that_mean_the_same_model_load(tmp_path, paths):
+    """A tied head that is an equal copy, or stands alone; frequencies that old files bring."""
+    tensors = load_file(f"{paths['qwen2']}/model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    head = {"lm_head.weight": embedding.clone()}
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
+    both = altered(paths["qwen2"], tmp_path / "both", tensors=head | old)
+    gone = ("model.embed_tokens.weight",)
+    alone = altered(paths["qwen2"], tmp_path / "alone", tensors=head, remove=gone)
+
+    def job():
+        for path in (both, alone):
+            policy = load(str(path))
+            for name, p in policy.named_parameters():
+                assert torch.equal(p.full_tensor(), tensors[name]), name
+
+    run_ranks(2, job)
+
+
+def sharded_files(source, directory, parts=2):
+    """The model in several files with their index."""
+    shutil.copytree(source, directory)
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(tensors)
+    file_of = {}
+    for i in range(parts):
+        file = f"model-{i + 1:05d}-of-{parts:05d}.safetensors"
+        mine = names[i::parts]
+        save_file({name: tensors[name] for name in mine}, directory / file, {"format": "pt"})
+        file_of |= dict.fromkeys(mine, file)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
+    return tensors
+
+
+def test_the_index_decides_which_file_holds_what(tmp_path, paths):
+    """FAULTS M25: a third file, left from an earlier save, won. And an adapter beside them."""
+    tensors = sharded_files(paths["llama"], tmp_path / "model")
+    stale = {name: torch.zeros_like(x) for name, x in tensors.items()}
+    for name in ("model-00003-of-00003", "adapter_model", "consolidated"):
+        save_file(stale, tmp_path / "model" / f"{name}.safetensors", {"format": "pt"})
+    shutil.copytree(tmp_path / "model", tmp_path / "gone")
+    (tmp_path / "gone" / "model-00002-of-00002.safetensors").unlink()
+    shutil.copytree(tmp_path / "model", tmp_path / "both")
+    save_file(stale, tmp_path / "both" / "model.safetensors", {"format": "pt"})
+    shutil.copytree(tmp_path / "model", tmp_path / "cut")
+    file = tmp_path / "cut" / "model-00001-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+
+    def job():
+        policy = load(str(tmp_path / "model"))
+        for name, p in policy.named_parameters():
+            assert torch.equal(p.full_tensor(), tensors[name]), name
+        for case, message in {
+            "gone": "00002-of-00002.safetensors: cannot be read .*copy it again",
+            "both": "has model.safetensors and an index of other files; remove what",
+            "cut": "00001-of-00002.safetensors: cannot be read .*copy it again",
+        }.items():
+            with pytest.raises(ValueError, match=message):
+                load(str(tmp_path / case))
+
+    run_ranks(1, job)
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "GraniteMoe"])
+def test_a_mixture_of_experts_is_refused_as_such(tmp_path, name):
+    """FAULTS M26: "tensors are missing; save the model with save_pretrained", as it had been."""
+    import transformers
+
+    sizes = dict(
+        vocab_size=14,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=16,
+        num_experts=2,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        pad_token_id=0,
+    )
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+
+    def job():
+        with pytest.raises(ValueError, match="is no part of a dense decoder; mixtures of experts"):
+            load(str(tmp_path))
+
+    run_ranks(1, job)
+
+
+def test_a_critic_of_a_policy_with_a_head_of_its_own_loads(paths):
+    """The head is what it does not use, and nothing else."""
+
+    def job():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("any",))
+        critic = load_critic(paths["llama"], mesh)
+        assert critic.score.weight.full_tensor().eq(0).all()
+
+    run_ranks(1, job)
+
+
+def test_gradients_are_summed_over_ranks_in_fp32_when_products_are_in_bf16(paths):
+    """MUTANTS 10: in bf16 1 + 2^-9 is 1. The gradient of a sum of weights times a constant."""
+
+    def job():
+        policy = bf16_policy(paths["llama"])
+        share = 1.0 if dist.get_rank() == 0 else 2.0**-9
+        layer = policy.model.layers[0]
+        layer.forward = lambda x: x * layer.mlp.up_proj.weight.float().sum()
+        layer(torch.full((1,), share)).sum().backward()
+        return layer.mlp.up_proj.weight.grad.full_tensor()
+
+    for grad in run_ranks(2, job):
+        assert grad.eq(1 + 2.0**-9).all()
 
 
 # Gradients

@@ -9,8 +9,10 @@ from jobs import records, settings, train, weights
 from ranks import run_ranks
 from tiny import save_tiny
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from attention import use_packed_attention
+from checkpoint import TrainState, save
 from logprobs import token_logprobs
 from model import OptimConfig, load_policy, make_optimizer, optimizer_step
 from offload import Offload
@@ -142,3 +144,95 @@ def test_a_run_with_offload_is_the_run_without(tiny, files, tmp_path, world_size
         assert [record[name] for record in records(moved)] == [
             record[name] for record in records(plain)
         ]
+
+
+# What is away can't be used, lost or taken twice (COPY F5)
+
+
+class Plain:
+    """A model without shards and an optimizer with state, on the CPU; both wait."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(3, 2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.learn()
+        self.weight = self.model.weight.detach().clone()
+        self.offload = Offload(True, self.model, self.optimizer)
+
+    def learn(self):
+        self.model(torch.ones(1, 3)).sum().backward()
+        self.optimizer.step()
+
+    def state(self):
+        return TrainState(self.model, self.optimizer)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda plain, path: plain.model(torch.ones(1, 3)),
+        lambda plain, path: plain.model.state_dict(),
+        lambda plain, path: plain.model.load_state_dict({}),
+        lambda plain, path: plain.optimizer.state_dict(),
+        lambda plain, path: plain.optimizer.load_state_dict({}),
+        lambda plain, path: plain.optimizer.step(),
+        lambda plain, path: save(path, 1, {"policy": plain.state()}),
+    ],
+    ids=["forward", "save", "load", "save Adam", "load Adam", "step", "checkpoint"],
+)
+def test_what_waits_is_refused_where_it_is_used(tmp_path, use):
+    """A forward raised from within torch, a step or a checkpoint ended the process, and what
+    torch.save wrote had no numbers in it.
+    """
+    plain = Plain()
+    with pytest.raises(
+        ValueError, match=r"(Linear|AdamW): waits in host memory; put this in `with"
+    ):
+        use(plain, tmp_path)
+    with plain.offload.present(plain.model, plain.optimizer):
+        plain.learn()
+        save(tmp_path, 2, {"policy": plain.state()})
+
+
+def test_a_second_offload_of_one_owner_is_refused_and_restore_gives_it_back():
+    """A cell that runs twice: the second copied from storages of 0 bytes."""
+    plain = Plain()
+    with pytest.raises(ValueError, match=r"Linear: waits in host memory already; call restore\(\)"):
+        Offload(True, plain.model)
+    first = plain.offload
+    del plain.offload  # the owner holds the copy, so it isn't lost
+    first.restore()
+    assert torch.equal(plain.model.weight, plain.weight)
+    plain.learn()
+    again = Offload(True, plain.model, plain.optimizer)
+    with again.present(plain.optimizer, plain.model):
+        plain.learn()
+
+
+def test_after_an_exception_inside_present_it_can_be_used_again():
+    plain = Plain()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt), plain.offload.present(plain.model):
+            raise KeyboardInterrupt
+        assert plain.model.weight.untyped_storage().nbytes() == 0
+    with plain.offload.present(plain.model):
+        assert torch.equal(plain.model.weight, plain.weight)
+
+
+def test_the_root_that_a_forward_left_whole_leaves_the_device_too(tmp_path):
+    path = save_tiny(tmp_path)
+
+    def job():
+        policy, _ = made(path)
+        row = pack([sequence(torch.tensor([3, 4]), torch.tensor([5, 1]))], 8)[0]
+        spans = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), row.cu_seqlens)
+        lengths = dict.fromkeys(("max_length_q", "max_length_k"), row.max_seqlen)
+        offload = Offload(True, policy)
+        with offload.present(policy), torch.no_grad():
+            policy(row.tokens[None], position_ids=row.position_ids[None], **spans, **lengths)
+            assert any(not isinstance(p, DTensor) for p in policy.parameters())
+        assert all(isinstance(p, DTensor) for p in policy.parameters())
+        assert storage_bytes(policy) == 0
+
+    run_ranks(2, job)
