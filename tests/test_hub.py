@@ -15,6 +15,7 @@ from hub import (
     copy_model_files,
     export,
     find_model,
+    load_tokenizer,
     memory_plan,
     save_safetensors,
     stop_token_ids,
@@ -199,3 +200,35 @@ def test_the_other_files_of_a_model_are_copied_and_its_config_states_the_new_dty
         "tokenizer.model",
     }
     assert {p.name for p in out.iterdir()} == copied | {"merges.txt"}
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", None),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", '{"version": "1.0", "added_tokens": [], "model": {"type": "X"}}'),
+        ("tokenizer.json", "\xff"),
+        ("tokenizer_config.json", "nonsense"),
+        ("tokenizer_config.json", "[]"),
+    ],
+)
+def test_a_tokenizer_that_is_missing_or_of_another_kind_is_refused_by_its_model(
+    tmp_path, kind, name, text
+):
+    """A user's KeyError 'added_tokens'; without one Transformers 5 makes one of no words."""
+    save_tiny(tmp_path, kind)
+    if text is None:
+        for each in tmp_path.glob("tokenizer*"):
+            each.unlink()
+    else:
+        (tmp_path / name).write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match="^--model a/b: .*; save the model's tokenizer") as refusal:
+        load_tokenizer(str(tmp_path), "--model a/b")
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_good_tokenizer_loads(paths):
+    assert load_tokenizer(paths["qwen2"], "--model a/b")("1+2=").input_ids == [3, 12, 4, 13]
