@@ -149,14 +149,14 @@ def with_values(critic: nn.Module, rows: list[list]) -> list[list]:
 
 
 def warm_up(models: Sequence[nn.Module | None], rows: Sequence, present: Callable) -> None:
-    """On a GPU: each model's forward over each row, and its backward if it learns.
+    """Each model's forward over each row, and its backward if it learns, on GPUs or if compiled.
 
     Kernels are compiled at their first use and the allocator gets its blocks: before step 0, not in
     it. Compiled code is chosen by ranges of a row's length, so rows should be of all sizes.
     present(model) is a context in which the model is on the device (offload.Offload.present).
     """
-    for model in models if torch.cuda.is_available() else ():
-        if model is None:
+    for model in filter(None, models):
+        if model.device.type == "cpu" and not _is_compiled(model):
             continue
         learns = any(parameter.requires_grad for parameter in model.parameters())
         with present(model):
@@ -167,6 +167,10 @@ def warm_up(models: Sequence[nn.Module | None], rows: Sequence, present: Callabl
                 if learns:
                     _logprobs_or_values(model, on_device).sum().backward()
             model.zero_grad(set_to_none=True)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def _logprobs_or_values(model: nn.Module, row) -> Tensor:
@@ -195,7 +199,7 @@ def _response_logprobs(
     states = _states_before(self, tokens, position_ids, cu_seqlens, max_seqlen, positions)
     head = plain_head(self)
     softcap = getattr(self.config, "final_logit_softcapping", None)
-    fused = any(module._compiled_call_impl is not None for module in self.modules())
+    fused = _is_compiled(self)
     logprobs, entropy = head_logprobs(
         states, head.weight, head.bias, tokens[positions], temperature, softcap, chunk, fused
     )

@@ -358,7 +358,7 @@ def test_the_critic_learns_to_expect_the_return_of_a_fixed_policy(tiny, files, t
         optim=dict(decay="linear"),
         reward=dict(functions=("low",)),
         gae=dict(gae_lambda=1.0),
-        critic=dict(warmup_steps=80, learning_rate=3e-3, value_clip=math.inf),
+        critic=dict(warmup_steps=79, learning_rate=3e-3, value_clip=math.inf),
         batch=dict(prompts_per_step=16, group_size=8, num_epochs=4),
     )
     found = [
