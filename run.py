@@ -87,9 +87,7 @@ class RunConfig:
 
     def open(self, settings: Any) -> None:
         """Make the run's directory, hold it, and write `settings` to config.json. Rank 0 alone.
-
-        An earlier run of this name, unless resumed, is kept under the next free number.
-        """
+        An earlier run of this name, unless resumed, is kept under the next free number."""
         if os.environ.get("RANK", "0") != "0":
             return
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -176,6 +174,9 @@ def check(args: Any) -> None:
     require(args.num_steps >= 1, "--num-steps", args.num_steps, "at least 1; try 200")
     rate = args.learning_rate
     require(0 < rate < 1, "--learning-rate", rate, "above 0 and below 1; try 1e-6")
+    require(args.seed >= 0, "--seed", args.seed, "at least 0")
+    patience = args.timeout_s
+    require(0 < patience < 1e7, "--timeout-s", patience, "above 0 and below 1e7; try 3600")
     require(args.eval_every >= 0, "--eval-every", args.eval_every, "at least 0 (never)")
     require(args.eval_samples >= 0, "--eval-samples", args.eval_samples, "at least 0 (none)")
     if args.eval_every == 0:
@@ -290,15 +291,14 @@ def command_line(default: Any, built_in: Mapping[str, Any], description: str) ->
             )
         for flag, value in _flat(asdict(settings)).items():
             values = value if isinstance(value, tuple) else (value,)
-            is_number = all(x == x for x in values)  # comparisons let NaN pass
-            require(is_number, flag, value, "a number")
+            require(all(x == x for x in values), flag, value, "a number")  # NaN passes a "<"
         return settings
     except ValueError as error:
         message = str(error)
     except SystemExit as stop:
         if not stop.code:
             raise
-        message = _without_frame(printed.getvalue())
+        message = _without_frame(printed.getvalue(), argv)
     if is_first:
         print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
@@ -316,10 +316,14 @@ def _take(argv: list[str], flag: str) -> str | None:
     return None
 
 
-def _without_frame(text: str) -> str:
+def _without_frame(text: str, argv: list[str]) -> str:
     """tyro's message as one line, without its frame and its advice."""
     line = " ".join(re.sub(r"[^\x21-\x7e]+", " ", text).split())
-    return re.sub(r"^Value error Error parsing \S+: | For full helptext, see .*", "", line)
+    line = re.sub(r"^Value error Error parsing \S+: | For full helptext, .*", "", line)
+    stray = line.removeprefix("Unrecognized options Unrecognized options: ").split(" ")[0]
+    if stray in argv[1:] and not stray.startswith("-") and "Unrecognized options:" in line:
+        return f"{argv[argv.index(stray) - 1]} {stray}: a word too many; flags are --name value"
+    return line
 
 
 def _read_settings(file: Path, flag: str) -> dict[str, Any]:
