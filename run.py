@@ -107,8 +107,7 @@ class RunConfig:
         if not steps:
             where = f"there is no saved state in {self.directory / 'checkpoints'}"
             raise ValueError(f"--resume: {where}; leave it out, and set --save-every")
-        # A coefficient that is steered goes on from its saved value.
-        is_steered = known.get("gae", {}).get("kl_target")
+        is_steered = known.get("gae", {}).get("kl_target")  # then the saved coefficient holds
         fixed = (*FIXED_ON_RESUME, "--gae.kl-coef") if is_steered else FIXED_ON_RESUME
         for flag, (old, _) in self._changes(known).items():
             if flag in fixed:
@@ -175,8 +174,7 @@ def check(args: Any) -> None:
     rate = args.learning_rate
     require(0 < rate < 1, "--learning-rate", rate, "above 0 and below 1; try 1e-6")
     require(args.seed >= 0, "--seed", args.seed, "at least 0")
-    patience = args.timeout_s
-    require(0 < patience < 1e7, "--timeout-s", patience, "above 0 and below 1e7; try 3600")
+    require(0 < args.timeout_s < 1e7, "--timeout-s", args.timeout_s, "above 0; try 3600")
     require(args.eval_every >= 0, "--eval-every", args.eval_every, "at least 0 (never)")
     require(args.eval_samples >= 0, "--eval-samples", args.eval_samples, "at least 0 (none)")
     if args.eval_every == 0:
@@ -211,8 +209,7 @@ def print_plan(args: Any, datasets: Sequence, eval_sets: Sequence, **models: str
         "batch": args.batch.describe(args.data.max_prompt_tokens, args.rollout.max_response_tokens),
     }
     if args.optim.warmup_steps >= args.num_steps:
-        lack = f"the peak learning rate is not reached in --num-steps {args.num_steps}"
-        plan["warning"] = f"--optim.warmup-steps {args.optim.warmup_steps}: {lack}"
+        plan["warning"] = f"--optim.warmup-steps end after --num-steps {args.num_steps}"
     for name, text in plan.items():
         print(f"{name:>8}  {text}", flush=True)
 
@@ -232,8 +229,7 @@ def refusals() -> Iterator[None]:
 def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
     """A 1-D mesh "shard" over all ranks of torchrun (one without it); selects this rank's device.
 
-    Collectives fail after timeout_s: it must exceed the longest rollout or reward. Seeds torch
-    alike on all ranks.
+    Collectives fail after timeout_s, above the longest rollout or reward. Seeds torch alike.
     """
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
     for name, value in alone.items():
