@@ -64,7 +64,7 @@ def load_tokenizer(path: str, label: str):
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
-    except Exception as error:  # tokenizers raises Exception itself for a file of another kind
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
         why = " ".join(str(error).split())[:200]
         raise ValueError(f"{label}: its tokenizer does not load ({why}); {advice}") from None
     if not words:  # what Transformers makes of a directory without one

@@ -2,7 +2,7 @@
 
 The problem. A loss needs one number per token, but the head makes V of them: for 4,096 tokens and
 152,000 words, logits, their log-softmax and its gradient take 5 GB in fp32, more than the rest of
-the model's activations. And prompt tokens need none.
+the activations. And prompt tokens need none.
 
 How it works. The head is applied to the positions that predict response tokens, `chunk` of them at
 a time; of each chunk only two numbers per token survive, logprob and entropy. The backward pass
@@ -19,16 +19,14 @@ comes from the hidden state at i - 1, and so does a critic's values[i] = V(token
 in `_states_before` and nowhere else. The first token of a sequence has logprob 0.
     tokens       5 6 | 7 8 9      response_mask 0 1 0 1 1      states used  5 7 8      targets 6 8 9
 
-Temperature divides the logits here exactly as in the sampler; otherwise every ratio is wrong by the
-tempering.
+Temperature divides the logits as in the sampler; else every ratio is wrong by the tempering.
 
 Shapes: N tokens in a row, R response tokens, C tokens in a chunk, V vocabulary, D hidden size.
 Results are fp32; the head's product takes the model's dtype and gives fp32; softmax and sums are
-fp32 (no logsumexp in bf16). Memory: two [C, V] fp32 matrices (three with a soft-cap) and the head's
-gradient, whatever R is. If the model's layers are compiled, so is the work on a chunk: logits are
-written once and read two or three times, and their gradient is written in the model's dtype. What
-we give up: the head's product is done twice, and logits are written at all. Source: cut
-cross-entropy (Wijmans 2024, arXiv:2411.09009), section 4, without its kernel.
+fp32. Memory: two [C, V] fp32 matrices (three with a soft-cap) and the head's gradient, whatever R
+is. If the model's layers are compiled, so is the work on a chunk: logits are written once and read
+two or three times. What we give up: the head's product is done twice, and logits are written at
+all. Source: cut cross-entropy (Wijmans 2024, arXiv:2411.09009), section 4, without its kernel.
 """
 
 from __future__ import annotations
@@ -322,6 +320,8 @@ def _compiled(function: Callable) -> Callable:
     compiled = torch.compile(function)
 
     def run(hidden: Tensor, weight: Tensor, *rest):
+        if len(hidden) == 1:
+            return function(hidden, weight, *rest)  # a size of its own to the compiler
         # Compiled once: not again for inputs that do not learn, nor for a last chunk's size.
         inputs = [hidden, weight, *rest]
         for i, x in enumerate(inputs):

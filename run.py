@@ -87,9 +87,7 @@ class RunConfig:
 
     def open(self, settings: Any) -> None:
         """Make the run's directory, hold it, and write `settings` to config.json. Rank 0 alone.
-
-        An earlier run of this name, unless resumed, is kept under the next free number.
-        """
+        An earlier run of this name, unless resumed, is kept under the next free number."""
         if os.environ.get("RANK", "0") != "0":
             return
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -109,8 +107,7 @@ class RunConfig:
         if not steps:
             where = f"there is no saved state in {self.directory / 'checkpoints'}"
             raise ValueError(f"--resume: {where}; leave it out, and set --save-every")
-        # A coefficient that is steered goes on from its saved value.
-        is_steered = known.get("gae", {}).get("kl_target")
+        is_steered = known.get("gae", {}).get("kl_target")  # then the saved coefficient holds
         fixed = (*FIXED_ON_RESUME, "--gae.kl-coef") if is_steered else FIXED_ON_RESUME
         for flag, (old, _) in self._changes(known).items():
             if flag in fixed:
@@ -176,6 +173,8 @@ def check(args: Any) -> None:
     require(args.num_steps >= 1, "--num-steps", args.num_steps, "at least 1; try 200")
     rate = args.learning_rate
     require(0 < rate < 1, "--learning-rate", rate, "above 0 and below 1; try 1e-6")
+    require(args.seed >= 0, "--seed", args.seed, "at least 0")
+    require(0 < args.timeout_s < 1e7, "--timeout-s", args.timeout_s, "above 0; try 3600")
     require(args.eval_every >= 0, "--eval-every", args.eval_every, "at least 0 (never)")
     require(args.eval_samples >= 0, "--eval-samples", args.eval_samples, "at least 0 (none)")
     if args.eval_every == 0:
@@ -210,8 +209,7 @@ def print_plan(args: Any, datasets: Sequence, eval_sets: Sequence, **models: str
         "batch": args.batch.describe(args.data.max_prompt_tokens, args.rollout.max_response_tokens),
     }
     if args.optim.warmup_steps >= args.num_steps:
-        lack = f"the peak learning rate is not reached in --num-steps {args.num_steps}"
-        plan["warning"] = f"--optim.warmup-steps {args.optim.warmup_steps}: {lack}"
+        plan["warning"] = f"--optim.warmup-steps end after --num-steps {args.num_steps}"
     for name, text in plan.items():
         print(f"{name:>8}  {text}", flush=True)
 
@@ -231,8 +229,7 @@ def refusals() -> Iterator[None]:
 def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
     """A 1-D mesh "shard" over all ranks of torchrun (one without it); selects this rank's device.
 
-    Collectives fail after timeout_s: it must exceed the longest rollout or reward. Seeds torch
-    alike on all ranks.
+    Collectives fail after timeout_s, above the longest rollout or reward. Seeds torch alike.
     """
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
     for name, value in alone.items():
@@ -290,15 +287,14 @@ def command_line(default: Any, built_in: Mapping[str, Any], description: str) ->
             )
         for flag, value in _flat(asdict(settings)).items():
             values = value if isinstance(value, tuple) else (value,)
-            is_number = all(x == x for x in values)  # comparisons let NaN pass
-            require(is_number, flag, value, "a number")
+            require(all(x == x for x in values), flag, value, "a number")  # NaN passes a "<"
         return settings
     except ValueError as error:
         message = str(error)
     except SystemExit as stop:
         if not stop.code:
             raise
-        message = _without_frame(printed.getvalue())
+        message = _without_frame(printed.getvalue(), argv)
     if is_first:
         print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
@@ -316,10 +312,14 @@ def _take(argv: list[str], flag: str) -> str | None:
     return None
 
 
-def _without_frame(text: str) -> str:
+def _without_frame(text: str, argv: list[str]) -> str:
     """tyro's message as one line, without its frame and its advice."""
     line = " ".join(re.sub(r"[^\x21-\x7e]+", " ", text).split())
-    return re.sub(r"^Value error Error parsing \S+: | For full helptext, see .*", "", line)
+    line = re.sub(r"^Value error Error parsing \S+: | For full helptext, .*", "", line)
+    stray = line.removeprefix("Unrecognized options Unrecognized options: ").split(" ")[0]
+    if stray in argv[1:] and not stray.startswith("-") and "Unrecognized options:" in line:
+        return f"{argv[argv.index(stray) - 1]} {stray}: a word too many; flags are --name value"
+    return line
 
 
 def _read_settings(file: Path, flag: str) -> dict[str, Any]:

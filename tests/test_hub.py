@@ -236,6 +236,12 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
             },
             64,
         ),
+        ("tokenizer.json", None),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", "\xff"),
+        ("tokenizer_config.json", "nonsense"),
+        ("tokenizer_config.json", "[]"),
     ],
     ids=["yarn, new spelling", "yarn, old", "linear", "default", "longrope"],
 )
