@@ -94,10 +94,9 @@ def _run(model: nn.Module, method, row, *options):
 def model_scores(model: nn.Module, rows: Sequence) -> list[float]:
     """Scores of packed sequences by a decoder with one label, in the order they were packed from.
 
-    rows: of packing.pack_alike, as many on all ranks: a sharded forward is collective. A sequence's
-    score is read at its last token. That token is found by the sequence's length: pad and end may
-    be one token. Attention must keep sequences apart: attention.py's, or Transformers' sdpa and
-    flash.
+    rows: of packing.pack_alike, as many on all ranks: a sharded forward is collective. A score is
+    read at a sequence's last token, found by its length: pad and end may be one token. Attention
+    must keep sequences apart: attention.py's, or Transformers' sdpa and flash.
     """
     config = model.config
     attends = config._attn_implementation
@@ -149,9 +148,8 @@ def with_values(critic: nn.Module, rows: list[list]) -> list[list]:
 def warm_up(models: Sequence[nn.Module | None], rows: Sequence, present: Callable) -> None:
     """Each model's forward over each row, and its backward if it learns, on GPUs or if compiled.
 
-    Kernels are compiled at their first use and the allocator gets its blocks: before step 0, not in
-    it. Compiled code is chosen by ranges of a row's length, so rows should be of all sizes.
-    present(model) is a context in which the model is on the device (offload.Offload.present).
+    Kernels are compiled at first use, by ranges of a row's length: before step 0, not in it.
+    present(model): a context with the model on the device.
     """
     for model in filter(None, models):
         if model.device.type == "cpu" and not _is_compiled(model):

@@ -16,6 +16,7 @@ from hub import (
     copy_model_files,
     export,
     find_model,
+    load_tokenizer,
     memory_plan,
     num_positions,
     save_safetensors,
@@ -236,12 +237,6 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
             },
             64,
         ),
-        ("tokenizer.json", None),
-        ("tokenizer.json", "{}"),
-        ("tokenizer.json", "[]"),
-        ("tokenizer.json", "\xff"),
-        ("tokenizer_config.json", "nonsense"),
-        ("tokenizer_config.json", "[]"),
     ],
     ids=["yarn, new spelling", "yarn, old", "linear", "default", "longrope"],
 )
@@ -294,3 +289,34 @@ def test_files_that_the_index_names_and_others_beside_it(tmp_path, paths):
     (tmp_path / "model/model.safetensors").unlink()
     with pytest.raises(ValueError, match="--model .* has no model.safetensors and no index"):
         find_model(str(tmp_path / "model"), 8)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", None),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", "\xff"),
+        ("tokenizer_config.json", "nonsense"),
+        ("tokenizer_config.json", "[]"),
+    ],
+)
+def test_a_tokenizer_that_is_missing_or_of_another_kind_is_refused_by_its_model(
+    tmp_path, kind, name, text
+):
+    """A user's KeyError 'added_tokens'; without one Transformers 5 makes one of no words."""
+    save_tiny(tmp_path, kind)
+    if text is None:
+        for each in tmp_path.glob("tokenizer*"):
+            each.unlink()
+    else:
+        (tmp_path / name).write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match="^--model a/b: .*; save the model's tokenizer") as refusal:
+        load_tokenizer(str(tmp_path), "--model a/b")
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_good_tokenizer_loads(paths):
+    assert load_tokenizer(paths["qwen2"], "--model a/b")("1+2=").input_ids == [3, 12, 4, 13]
