@@ -11,8 +11,7 @@ under autograd would keep every chunk alive, hence the autograd Function.
     z = h W^T / T                                 lse = log sum exp z
     logprob = z[target] - lse                     entropy = lse - sum softmax(z) z
     d logprob / dz_j = [j = target] - p_j          d entropy / dz_j = -p_j (log p_j + entropy)
-Worked example: logits [0, 0, -inf]: both live words have logprob -ln 2, the entropy is ln 2, and
-the dead word's gradient is 0.
+Example: logits [0, 0, -inf]: live words have logprob -ln 2, entropy ln 2, the dead one no gradient.
 
 One convention, one shift. x[i] belongs to tokens[i]: logprobs[i] = log pi(tokens[i] | tokens[<i])
 comes from the hidden state at i - 1, and so does a critic's values[i] = V(tokens[<i]). The shift is
