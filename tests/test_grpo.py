@@ -51,7 +51,7 @@ from run import command_line, from_json
 from vllm_backend import VllmBackend
 
 ROOT = Path(grpo.__file__).parent
-# The update does not depend on the layout (A08, A09, A10, A29, B05 of the field's bug reports)
+# The update does not depend on the layout (open-instruct#1137, torchtune#2172)
 
 LENGTHS = [1, 2, 4, 8, 16, 32, 64, 128]
 
@@ -233,7 +233,7 @@ def test_weights_after_8_optimizer_steps_are_the_same_on_1_2_and_4_ranks(tiny, f
         assert norms == pytest.approx(expected_norms, rel=1e-4)
 
 
-# What the policies are to each other (A14, A26)
+# What the policies are to each other
 
 
 def test_before_any_update_all_policies_are_one(tiny, files, tmp_path):

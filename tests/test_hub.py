@@ -204,7 +204,7 @@ def test_the_other_files_of_a_model_are_copied_and_its_config_states_the_new_dty
     assert {p.name for p in out.iterdir()} == copied | {"merges.txt"}
 
 
-# Positions, and what is no model (FAULTS M38, REVIEW 2.1, USERS 5)
+# Positions, and what is no model (sglang#26187)
 
 
 def configured(source, directory, remove=(), **changes):
@@ -276,7 +276,7 @@ def test_a_config_that_is_of_no_model_is_refused_in_one_line(tmp_path, content):
 
 
 def test_files_that_the_index_names_and_others_beside_it(tmp_path, paths):
-    """FAULTS M25: an adapter was counted in the memory plan; a missing shard is named."""
+    """mlx-vlm#1464: an adapter was counted in the memory plan; a missing shard is named."""
     shutil.copytree(paths["qwen2"], tmp_path / "model")
     plan = memory_plan(paths["qwen2"], "float32", frozen_copies=0)
     shutil.copy(tmp_path / "model/model.safetensors", tmp_path / "model/adapter_model.safetensors")
