@@ -20,12 +20,10 @@ of bf16, 0.254 of fp32. NaN or Inf leave no finite value in their block, so the 
 them; blocks below 1.5e-36, whose scale would not be a normal float, become 0.
 
 `quantize_gradients(model)` replaces FSDP2's reduce-scatter and, on a 2-D mesh (HSDP), its
-all-reduce over the replicas. That half, some 80 lines with error feedback, waits for such meshes:
-the training scripts have one axis. Nearest rounding has the smaller error in one step, stochastic
-none on average over many. Error feedback adds to a reduction what the one before lost, for a shard
-of memory. All this pays over links between hosts that the step waits for. Inside a host with NVLink
-it does not: the plain reduction hides behind the backward pass, and quantizing reads and writes all
-gradients once more (times: benchmarks/comms.py collectives).
+all-reduce over the replicas; the training scripts have one axis. Nearest rounding has the smaller
+error in one step, stochastic none on average. Error feedback adds what the reduction before lost.
+All this pays over links between hosts that the step waits for, not inside a host with NVLink: there
+the plain reduction hides behind the backward pass (times: benchmarks/comms.py collectives).
 
 Shapes: n values in a chunk, W ranks, R rows (chunks) of a buffer, B = ceil(n / block_size) blocks
 in a chunk, M bytes in a message. What we give up: ZeRO++ sums inside a host first and sends INT4
@@ -397,3 +395,7 @@ def _by_columns(output: Tensor, input: Tensor, columns: Columns, reduce: Callabl
         reduce(reduced, torch.cat([inputs[i] for i in chosen], dim=1).flatten(), kind)
         for i, values in zip(chosen, reduced.split([sizes[i] for i in chosen]), strict=True):
             outputs[i].copy_(values)
+
+
+if __name__ == "__main__":
+    raise SystemExit("comms.py: the self-test is now: python benchmarks/comms.py collectives")

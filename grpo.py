@@ -231,12 +231,9 @@ def main(asked: Args) -> None:
 
 def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt], Scorer]:
     """(model directory, tokenizer, stream, evaluation prompts, scorer), before memory is taken."""
-    from transformers import AutoTokenizer, logging
-
-    logging.disable_progress_bar()
     scorer = Scorer(args.reward)
     path = hub.find_model(args.model_path, run.longest(args))
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = hub.load_tokenizer(path, f"--model {args.model_path}")
     datasets, eval_sets = data.load_all(args.data_paths, args.eval_paths, tokenizer, args.data)
     data.require_columns([*datasets, *eval_sets], scorer.wanted)
     has_evals = eval_sets or not args.eval_every

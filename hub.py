@@ -55,6 +55,23 @@ def find_model(name: str, longest: int, flag: str = "--model") -> str:
     return path
 
 
+def load_tokenizer(path: str, label: str):
+    """The tokenizer in the directory `path`; ValueError, which begins with `label`, without one."""
+    from transformers import AutoTokenizer, logging
+
+    logging.disable_progress_bar()
+    advice = "save the model's tokenizer there with save_pretrained"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise ValueError(f"{label}: its tokenizer does not load ({why}); {advice}") from None
+    if not words:  # what Transformers makes of a directory without one
+        raise ValueError(f"{label}: has no tokenizer; {advice}")
+    return tokenizer
+
+
 def _config(path: str, label: str):
     """The configuration of the model's text part, in the spelling of this Transformers."""
     from transformers import AutoConfig
@@ -146,7 +163,6 @@ def find_critic(name: str, longest: int, flag: str, policy_path: str, *, has_hea
     has_head: it must be a sequence classifier with one label. Raises ValueError as find_model does.
     """
     from safetensors import safe_open
-    from transformers import AutoTokenizer
 
     if not name:
         return ""
@@ -159,8 +175,8 @@ def find_critic(name: str, longest: int, flag: str, policy_path: str, *, has_hea
     if has_head and labels != 1:
         kind = "no sequence classifier with one label (score.weight [1, D])"
         raise ValueError(f"{flag} {name}: is {kind}")
-    theirs, ours = (AutoTokenizer.from_pretrained(p).get_vocab() for p in (path, policy_path))
-    if theirs != ours:
+    theirs = load_tokenizer(path, f"{flag} {name}").get_vocab()
+    if theirs != load_tokenizer(policy_path, "--model").get_vocab():
         rule = "they must share a tokenizer"
         raise ValueError(f"{flag} {name}: has other tokens than the policy; {rule}")
     return path

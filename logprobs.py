@@ -2,7 +2,7 @@
 
 The problem. A loss needs one number per token, but the head makes V of them: for 4,096 tokens and
 152,000 words, logits, their log-softmax and its gradient take 5 GB in fp32, more than the rest of
-the model's activations. And prompt tokens need none.
+the activations. And prompt tokens need none.
 
 How it works. The head is applied to the positions that predict response tokens, `chunk` of them at
 a time; of each chunk only two numbers per token survive, logprob and entropy. The backward pass
@@ -11,24 +11,21 @@ under autograd would keep every chunk alive, hence the autograd Function.
     z = h W^T / T                                 lse = log sum exp z
     logprob = z[target] - lse                     entropy = lse - sum softmax(z) z
     d logprob / dz_j = [j = target] - p_j          d entropy / dz_j = -p_j (log p_j + entropy)
-Worked example: logits [0, 0, -inf]: both live words have logprob -ln 2, the entropy is ln 2, and
-the dead word's gradient is 0.
+Example: logits [0, 0, -inf]: live words have logprob -ln 2, entropy ln 2, the dead one no gradient.
 
 One convention, one shift. x[i] belongs to tokens[i]: logprobs[i] = log pi(tokens[i] | tokens[<i])
 comes from the hidden state at i - 1, and so does a critic's values[i] = V(tokens[<i]). The shift is
 in `_states_before` and nowhere else. The first token of a sequence has logprob 0.
     tokens       5 6 | 7 8 9      response_mask 0 1 0 1 1      states used  5 7 8      targets 6 8 9
 
-Temperature divides the logits here exactly as in the sampler; otherwise every ratio is wrong by the
-tempering.
+Temperature divides the logits as in the sampler; else every ratio is wrong by the tempering.
 
 Shapes: N tokens in a row, R response tokens, C tokens in a chunk, V vocabulary, D hidden size.
 Results are fp32; the head's product takes the model's dtype and gives fp32; softmax and sums are
-fp32 (no logsumexp in bf16). Memory: two [C, V] fp32 matrices (three with a soft-cap) and the head's
-gradient, whatever R is. If the model's layers are compiled, so is the work on a chunk: logits are
-written once and read two or three times, and their gradient is written in the model's dtype. What
-we give up: the head's product is done twice, and logits are written at all. Source: cut
-cross-entropy (Wijmans 2024, arXiv:2411.09009), section 4, without its kernel.
+fp32. Memory: two [C, V] fp32 matrices (three with a soft-cap) and the head's gradient, whatever R
+is. If the model's layers are compiled, so is the work on a chunk: logits are written once and read
+two or three times. What we give up: the head's product is done twice, and logits are written at
+all. Source: cut cross-entropy (Wijmans 2024, arXiv:2411.09009), section 4, without its kernel.
 """
 
 from __future__ import annotations
@@ -96,10 +93,9 @@ def _run(model: nn.Module, method, row, *options):
 def model_scores(model: nn.Module, rows: Sequence) -> list[float]:
     """Scores of packed sequences by a decoder with one label, in the order they were packed from.
 
-    rows: of packing.pack_alike, as many on all ranks: a sharded forward is collective. A sequence's
-    score is read at its last token. That token is found by the sequence's length: pad and end may
-    be one token. Attention must keep sequences apart: attention.py's, or Transformers' sdpa and
-    flash.
+    rows: of packing.pack_alike, as many on all ranks: a sharded forward is collective. A score is
+    read at a sequence's last token, found by its length: pad and end may be one token. Attention
+    must keep sequences apart: attention.py's, or Transformers' sdpa and flash.
     """
     config = model.config
     attends = config._attn_implementation
@@ -149,14 +145,13 @@ def with_values(critic: nn.Module, rows: list[list]) -> list[list]:
 
 
 def warm_up(models: Sequence[nn.Module | None], rows: Sequence, present: Callable) -> None:
-    """On a GPU: each model's forward over each row, and its backward if it learns.
+    """Each model's forward over each row, and its backward if it learns, on GPUs or if compiled.
 
-    Kernels are compiled at their first use and the allocator gets its blocks: before step 0, not in
-    it. Compiled code is chosen by ranges of a row's length, so rows should be of all sizes.
-    present(model) is a context in which the model is on the device (offload.Offload.present).
+    Kernels are compiled at first use, by ranges of a row's length: before step 0, not in it.
+    present(model): a context with the model on the device.
     """
-    for model in models if torch.cuda.is_available() else ():
-        if model is None:
+    for model in filter(None, models):
+        if model.device.type == "cpu" and not _is_compiled(model):
             continue
         learns = any(parameter.requires_grad for parameter in model.parameters())
         with present(model):
@@ -167,6 +162,10 @@ def warm_up(models: Sequence[nn.Module | None], rows: Sequence, present: Callabl
                 if learns:
                     _logprobs_or_values(model, on_device).sum().backward()
             model.zero_grad(set_to_none=True)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def _logprobs_or_values(model: nn.Module, row) -> Tensor:
@@ -195,7 +194,7 @@ def _response_logprobs(
     states = _states_before(self, tokens, position_ids, cu_seqlens, max_seqlen, positions)
     head = plain_head(self)
     softcap = getattr(self.config, "final_logit_softcapping", None)
-    fused = any(module._compiled_call_impl is not None for module in self.modules())
+    fused = _is_compiled(self)
     logprobs, entropy = head_logprobs(
         states, head.weight, head.bias, tokens[positions], temperature, softcap, chunk, fused
     )
@@ -318,6 +317,8 @@ def _compiled(function: Callable) -> Callable:
     compiled = torch.compile(function)
 
     def run(hidden: Tensor, weight: Tensor, *rest):
+        if len(hidden) == 1:
+            return function(hidden, weight, *rest)  # a size of its own to the compiler
         # Compiled once: not again for inputs that do not learn, nor for a last chunk's size.
         inputs = [hidden, weight, *rest]
         for i, x in enumerate(inputs):

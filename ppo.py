@@ -224,13 +224,10 @@ def main(asked: Args) -> None:
 
 def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Prompt], Scorer]:
     """([policy's, critic's, reward model's directory], tokenizer, stream, eval prompts, scorer)."""
-    from transformers import AutoTokenizer, logging
-
-    logging.disable_progress_bar()
     scorer = Scorer(args.reward)
     longest = run.longest(args)
     path = hub.find_model(args.model_path, longest)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = hub.load_tokenizer(path, f"--model {args.model_path}")
     reward_path = hub.find_critic(
         args.reward_model_path, longest, "--reward-model", path, has_head=True
     )

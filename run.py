@@ -32,10 +32,9 @@ import re
 import sys
 import time
 import traceback
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -50,8 +49,7 @@ class RunConfig:
     output_dir: str = "runs"
     """Directory of all runs."""
     name: str = "run"
-    """The run's own directory in it; an earlier run of that name is renamed, unless it is
-    resumed."""
+    """The run's own directory in it; an earlier run of that name is renamed, unless resumed."""
     save_every: int = 0
     """Save the training state every this many steps, and at the end; 0: never."""
     keep: int = 2
@@ -72,16 +70,12 @@ class RunConfig:
 
     def is_save_due(self, step: int, num_steps: int) -> bool:
         """Whether the state is saved after 0-based `step`."""
-        if self.save_every == 0:
-            return False
-        return (step + 1) % self.save_every == 0 or step + 1 == num_steps
+        is_last = step + 1 == num_steps
+        return self.save_every > 0 and (is_last or (step + 1) % self.save_every == 0)
 
     def check(self, settings: Any, *model_paths: str) -> None:
-        """Refuse what open() could not do, before memory is taken. Nothing is written.
-
-        ValueError if a run of this name is at work, if a model lies in its directory, and for a
-        resume without a saved state or with settings that it cannot go on with.
-        """
+        """ValueError, before memory is taken, if open() could not do its work: a run of this name
+        goes on, a model lies in its directory, or a resume has no state or unlike settings."""
         for path in filter(None, model_paths):
             if self.directory.resolve() in Path(path).resolve().parents:
                 where = "lies in the directory of this run"
@@ -93,37 +87,42 @@ class RunConfig:
 
     def open(self, settings: Any) -> None:
         """Make the run's directory, hold it, and write `settings` to config.json. Rank 0 alone.
-
-        Nothing is overwritten: the directory of an earlier run of this name, unless resumed, gets
-        the next free number.
-        """
+        An earlier run of this name, unless resumed, is kept under the next free number."""
         if os.environ.get("RANK", "0") != "0":
             return
         self.directory.mkdir(parents=True, exist_ok=True)
         held = self._lock()
-        config_file = self.directory / "config.json"
-        if not self.resume and config_file.exists():
+        known = _to_json(settings)
+        if self.resume:
+            for flag, (old, new) in self._changes(known).items():
+                print(f"resume: {flag} {old} -> {new}", flush=True)
+        elif (self.directory / "config.json").exists():
             self._keep_earlier_run()
             held = self._lock()
         os.pwrite(held, f"{os.getpid()} on {os.uname().nodename}".ljust(99).encode(), 0)
-        config_file.write_text(json.dumps(_to_json(settings), indent=2))
+        (self.directory / "config.json").write_text(json.dumps(known, indent=2))
 
     def _check_resume(self, known: dict[str, Any]) -> None:
         steps = saved_steps(self.directory)
         if not steps:
             where = f"there is no saved state in {self.directory / 'checkpoints'}"
             raise ValueError(f"--resume: {where}; leave it out, and set --save-every")
-        config_file = self.directory / "config.json"
-        if config_file.exists():
-            earlier = _flat(json.loads(config_file.read_text()))
-            now = _flat(known)
-            for flag in FIXED_ON_RESUME:
-                if earlier.get(flag) != now.get(flag):
-                    made = f"{self.directory} was made with {flag} {earlier.get(flag)}"
-                    raise ValueError(f"--resume: {made}; give the same")
+        is_steered = known.get("gae", {}).get("kl_target")  # then the saved coefficient holds
+        fixed = (*FIXED_ON_RESUME, "--gae.kl-coef") if is_steered else FIXED_ON_RESUME
+        for flag, (old, _) in self._changes(known).items():
+            if flag in fixed:
+                made = f"{self.directory} was made with {flag} {old}"
+                raise ValueError(f"--resume: {made}; give the same")
         if steps[-1] > known.get("num_steps", steps[-1]):
             has = f"{self.directory} has {steps[-1]} already; give more"
             raise ValueError(f"--num-steps {known['num_steps']}: {has}")
+
+    def _changes(self, known: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """{flag: (its value in config.json, its value in `known`)} where they differ."""
+        file = self.directory / "config.json"
+        earlier = _flat(_read_settings(file, "--resume")) if file.exists() else {}
+        now = _flat(known)
+        return {flag: (x, now.get(flag)) for flag, x in earlier.items() if x != now.get(flag)}
 
     def _keep_earlier_run(self) -> None:
         numbered = (Path(f"{self.directory}.{n}") for n in itertools.count(1))
@@ -150,8 +149,9 @@ def _to_json(settings: Any) -> dict[str, Any]:
     return known
 
 
-# What a saved state follows from; a resumed run may change anything else.
-FIXED_ON_RESUME = ("--seed", "--model", "--data")
+# What a saved state follows from. A resumed run takes all else from its flags, and prints it.
+FIXED_ON_RESUME = ("--seed", "--model", "--reward-model", "--critic.path", "--model.master-dtype")
+FIXED_ON_RESUME += ("--data", "--data.weights", "--data.split", "--rollout-every")
 
 
 def saved_steps(directory: Path) -> list[int]:
@@ -173,6 +173,8 @@ def check(args: Any) -> None:
     require(args.num_steps >= 1, "--num-steps", args.num_steps, "at least 1; try 200")
     rate = args.learning_rate
     require(0 < rate < 1, "--learning-rate", rate, "above 0 and below 1; try 1e-6")
+    require(args.seed >= 0, "--seed", args.seed, "at least 0")
+    require(0 < args.timeout_s < 1e7, "--timeout-s", args.timeout_s, "above 0; try 3600")
     require(args.eval_every >= 0, "--eval-every", args.eval_every, "at least 0 (never)")
     require(args.eval_samples >= 0, "--eval-samples", args.eval_samples, "at least 0 (none)")
     if args.eval_every == 0:
@@ -201,12 +203,13 @@ def print_plan(args: Any, datasets: Sequence, eval_sets: Sequence, **models: str
     num_prompts, num_evals = (sum(map(len, sets)) for sets in (datasets, eval_sets))
     num_ranks = dist.get_world_size()
     num_engines = num_ranks // args.rollout.tensor_parallel_size
-    plan = {
-        **models,
+    plan = models | {
         "data": f"{num_prompts} prompts for {args.num_steps} steps, {num_evals} to evaluate",
         "ranks": f"{num_ranks}; {num_engines} {args.rollout.backend} engines",
         "batch": args.batch.describe(args.data.max_prompt_tokens, args.rollout.max_response_tokens),
     }
+    if args.optim.warmup_steps >= args.num_steps:
+        plan["warning"] = f"--optim.warmup-steps end after --num-steps {args.num_steps}"
     for name, text in plan.items():
         print(f"{name:>8}  {text}", flush=True)
 
@@ -218,18 +221,15 @@ def refusals() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            # Mostly the first rank of the host has met the same, and ends the job before this is
-            # over: then its line is the only one.
+            # The first rank of the host has mostly met the same: its line ends the job before.
             time.sleep(5)
         sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
-    """A 1-D mesh "shard" over all ranks that torchrun started (one rank without it); this rank's
-    device is selected.
+    """A 1-D mesh "shard" over all ranks of torchrun (one without it); selects this rank's device.
 
-    Collectives fail after timeout_s: it must exceed the longest rollout or reward. Seeds torch
-    alike on all ranks.
+    Collectives fail after timeout_s, above the longest rollout or reward. Seeds torch alike.
     """
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
     for name, value in alone.items():
@@ -248,18 +248,17 @@ def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
 
 
 def _exit_now(kind, value, trace) -> None:
-    """Report an uncaught exception and leave without clean-up."""
-    text = "".join(traceback.format_exception(kind, value, trace))
+    """Report an uncaught exception, in a line if that says all, and leave without clean-up."""
+    text = f"error: {' '.join(str(value).split())}"
+    if not (issubclass(kind, OSError) or str(value).startswith("--")):
+        text = "".join(traceback.format_exception(kind, value, trace))
     print(f"[rank {os.environ.get('RANK', '0')}] {text}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)
 
 
 def leave() -> None:
-    """End a finished run on all ranks. Collective.
-
-    A normal exit would print what the engine's libraries leave behind.
-    """
+    """End a finished run on all ranks, without what engines print at an exit. Collective."""
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -274,7 +273,7 @@ def command_line(default: Any, built_in: Mapping[str, Any], description: str) ->
     is_first = os.environ.get("RANK", "0") == "0"
     try:
         if (file := _take(argv, "--config")) is not None:
-            default = from_json(default, _read_settings(Path(file)))
+            default = from_json(default, _read_settings(Path(file), "--config"))
         elif _take(list(argv), "--model") in (None, "built-in"):
             default = from_json(default, built_in)
         printed = io.StringIO()
@@ -288,15 +287,14 @@ def command_line(default: Any, built_in: Mapping[str, Any], description: str) ->
             )
         for flag, value in _flat(asdict(settings)).items():
             values = value if isinstance(value, tuple) else (value,)
-            is_number = all(x == x for x in values)  # comparisons let NaN pass
-            require(is_number, flag, value, "a number")
+            require(all(x == x for x in values), flag, value, "a number")  # NaN passes a "<"
         return settings
     except ValueError as error:
         message = str(error)
     except SystemExit as stop:
         if not stop.code:
             raise
-        message = _without_frame(printed.getvalue())
+        message = _without_frame(printed.getvalue(), argv)
     if is_first:
         print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
@@ -308,50 +306,49 @@ def _take(argv: list[str], flag: str) -> str | None:
         if word == flag:
             if i + 1 == len(argv):
                 raise ValueError(f"{flag}: expected one argument")
-            value = argv[i + 1]
-            del argv[i : i + 2]
-            return value
-        if word.startswith(f"{flag}="):
-            del argv[i]
-            return word.partition("=")[2]
+            argv[i : i + 2] = [f"{flag}={argv[i + 1]}"]
+        if argv[i].startswith(f"{flag}="):
+            return argv.pop(i).partition("=")[2]
     return None
 
 
-def _without_frame(text: str) -> str:
+def _without_frame(text: str, argv: list[str]) -> str:
     """tyro's message as one line, without its frame and its advice."""
     line = " ".join(re.sub(r"[^\x21-\x7e]+", " ", text).split())
-    return re.sub(r"^Value error Error parsing \S+: | For full helptext, see .*", "", line)
+    line = re.sub(r"^Value error Error parsing \S+: | For full helptext, .*", "", line)
+    stray = line.removeprefix("Unrecognized options Unrecognized options: ").split(" ")[0]
+    if stray in argv[1:] and not stray.startswith("-") and "Unrecognized options:" in line:
+        return f"{argv[argv.index(stray) - 1]} {stray}: a word too many; flags are --name value"
+    return line
 
 
-def _read_settings(file: Path) -> dict[str, Any]:
+def _read_settings(file: Path, flag: str) -> dict[str, Any]:
+    rule = "give an earlier run's config.json"
     if not file.is_file():
-        raise ValueError(f"--config {file}: no such file; give an earlier run's config.json")
-    with contextlib.suppress(ValueError):
+        raise ValueError(f"{flag} {file}: no such file; {rule}")
+    with contextlib.suppress(ValueError, RecursionError):
         if isinstance(settings := json.loads(file.read_text()), dict):
             return settings
-    raise ValueError(f"--config {file}: is not a JSON object; give an earlier run's config.json")
+    raise ValueError(f"{flag} {file}: is not a JSON object; {rule}")
 
 
 def from_json(default: Any, values: Mapping[str, Any], prefix: str = "--") -> Any:
     """The dataclass `default` with `values`, as json made them of asdict(...).
 
-    Nested dataclasses and tuples are restored; values that are left out stay as in `default`.
-    Raises ValueError, which names the flag, for a name that is no setting, a value of another type
-    or outside its choices, and as the dataclasses themselves do.
+    Values that are left out stay as in `default`. Raises ValueError, which names the flag, for a
+    name that is no setting, another type or choice, and as the dataclasses themselves do.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{prefix.rstrip('.')} {values}: must be a group of settings")
     kinds = typing.get_type_hints(type(default))
-    names = {field.name for field in fields(default)}
     known = {}
     for name, value in values.items():
         flag = _flag(prefix, name)
-        if name not in names:
+        if name not in kinds:
             raise ValueError(f"{flag}: is no setting; written by another version?")
         old = getattr(default, name)
         if is_dataclass(old):
-            group = "--" if name in ("run", "batch") else f"{flag}."
-            known[name] = from_json(old, value, group)
+            known[name] = from_json(old, value, _group(flag))
         else:
             known[name] = _typed(value, kinds[name], flag)
     return replace(default, **known)
@@ -364,6 +361,11 @@ FLAGS |= {"reward_model_path": "reward-model"}
 
 def _flag(prefix: str, name: str) -> str:
     return prefix + FLAGS.get(name, name.replace("_", "-"))
+
+
+def _group(flag: str) -> str:
+    """What the flags of a group begin with."""
+    return "--" if flag in ("--run", "--batch") else f"{flag}."
 
 
 def _typed(value: Any, kind: Any, flag: str) -> Any:
@@ -382,7 +384,6 @@ def _typed(value: Any, kind: Any, flag: str) -> Any:
         return tuple(_typed(x, k, flag) for x, k in zip(value, kinds, strict=True))
     if kind is float and type(value) is int:
         return float(value)
-    assert isinstance(kind, type) and not isinstance(kind, types.GenericAlias), (flag, kind)
     require(type(value) is kind, flag, repr(value), f"of type {kind.__name__}")
     return value
 
@@ -393,8 +394,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "--") -> dict[str, Any]:
     for name, value in settings.items():
         flag = _flag(prefix, name)
         if isinstance(value, Mapping):
-            group = "--" if name in ("run", "batch") else f"{flag}."
-            flat |= _flat(value, group)
+            flat |= _flat(value, _group(flag))
         else:
             flat[flag] = value
     return flat

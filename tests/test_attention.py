@@ -224,7 +224,7 @@ def test_the_gpu_kernel_attends_as_the_cpu_segments_do(kv_heads, options):
         assert (x.float().cpu() - y).norm() < 2e-2 * y.norm()
 
 
-# What the row's other sequences would change (REVIEW 2.1), and what sees the future (COPY F11)
+# What the row's other sequences would change, and what sees the future
 
 ROTARY = {
     "default": {"rope_type": "default"},
@@ -281,7 +281,7 @@ def test_a_rotary_kind_that_is_not_known_and_one_of_one_layer_type_have_a_limit(
 
 
 def test_chunks_are_no_full_attention():
-    """MUTANTS 21: Llama 4's."""
+    """Llama 4's."""
     model = make_model()
     model.config.layer_types = ["chunked_attention", "full_attention"]
     with pytest.raises(ValueError, match="mixes tokens by chunked_attention, which would cross"):

@@ -142,7 +142,7 @@ def draws():
 
 
 def test_each_ranks_generators_go_on_where_they_were(tmp_path):
-    """google/tunix#2288, F04: the same numbers after a resume, and still different ones on each
+    """google/tunix#2288: the same numbers after a resume, and still different ones on each
     rank.
     """
 
@@ -308,7 +308,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_said_to_be_and_the_one_before_is_loaded(tmp_path, capfd, damage):
-    """FAULTS M30, REVIEW 2.6, USERS 4: "is not of this model; resume with the same --model", or a
+    """unsloth#6796: "is not of this model; resume with the same --model", or a
     traceback without a file's name, though the one before was whole.
     """
     for step in (1, 2):
@@ -351,7 +351,7 @@ def test_damage_that_one_rank_sees_sends_all_ranks_to_the_one_before(tmp_path):
 
 
 def test_ranks_that_do_not_share_a_directory_are_told_at_the_first_save(tmp_path):
-    """REVIEW 2.4: each host kept its half, nothing was said, and all was lost."""
+    """Each host kept its half, nothing was said, and all was lost."""
 
     def job():
         own = tmp_path / f"host{dist.get_rank()}"
@@ -371,7 +371,7 @@ def test_ranks_that_do_not_share_a_directory_are_told_at_the_first_save(tmp_path
 
 
 def test_the_weights_are_the_newest_ones_too(tmp_path):
-    """MUTANTS 5: step, stream and generators of the newest, weights of the oldest."""
+    """Step, stream and generators of the newest, weights of the oldest."""
     for step in (1, 2):
         save(tmp_path, step, Number(float(step)).state)
     run = Number()
@@ -379,7 +379,6 @@ def test_the_weights_are_the_newest_ones_too(tmp_path):
 
 
 def test_no_rank_begins_to_write_before_what_was_left_is_removed(tmp_path, monkeypatch):
-    """MUTANTS 18."""
     (tmp_path / ".step-000002").mkdir()
 
     def job():
@@ -409,7 +408,7 @@ def test_no_rank_begins_to_write_before_what_was_left_is_removed(tmp_path, monke
 def test_an_optimizers_settings_are_those_of_the_flags_and_a_line_says_so(
     tmp_path, capfd, optimizer, saved, given
 ):
-    """FAULTS M29: the checkpoint's weight decay held, config.json said the flag's."""
+    """Automodel#3883: the checkpoint's weight decay held, config.json said the flag's."""
     save(tmp_path, 1, Number(1.0, optimizer, **saved).state)
     run = Number(2.0, optimizer, **given)
     before = {key: x for key, x in run.optimizer.param_groups[0].items() if key != "params"}
@@ -433,7 +432,7 @@ def test_the_rate_of_a_schedule_that_goes_on_from_the_last_one_is_restored(tmp_p
 
 
 def test_entries_and_types_that_the_checkpoint_lacks_are_refused_and_it_stays(tmp_path):
-    """COPY 3d: KeyError: 'ema'. FAULTS M30: a reference since --refresh-every; other masters."""
+    """KeyError: 'ema'. unsloth#6796: a reference since --refresh-every; other masters."""
     save(tmp_path, 1, Number(1.0).state)
     run = Number()
     with pytest.raises(ValueError, match="step-000001: has no entry ema; resume with the settings"):
@@ -451,7 +450,7 @@ def test_entries_and_types_that_the_checkpoint_lacks_are_refused_and_it_stays(tm
 
 
 def test_a_run_that_begins_anew_in_a_directory_loses_nothing(tmp_path):
-    """COPY F2: its own checkpoints vanished as older, and the first run's weights were resumed."""
+    """Its own checkpoints vanished as older, and the first run's weights were resumed."""
     for step in (1000, 2000):
         save(tmp_path, step, {"counter": Counter(step)})
     with pytest.raises(
@@ -462,7 +461,7 @@ def test_a_run_that_begins_anew_in_a_directory_loses_nothing(tmp_path):
 
 
 def test_a_hosts_own_directories_are_neither_removed_nor_loaded(tmp_path):
-    """COPY F2: with keep=1 two of them went, and beside step-9999999 the save itself."""
+    """With keep=1 two of them went, and beside step-9999999 the save itself."""
     for name in ("step-001000", "step-9999999"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.bin").touch()

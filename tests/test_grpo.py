@@ -35,6 +35,7 @@ from safetensors.torch import load_file
 from tiny import save_tiny
 
 import grpo
+import ppo
 from attention import use_packed_attention
 from checkpoint import TrainState, load
 from examples import addition
@@ -45,12 +46,12 @@ from losses import actor_loss
 from model import load_policy, optimizer_step
 from packing import BatchConfig, lay_out, sequence
 from reshard import sync_weights
-from rollout import Engine, Rollout, RolloutConfig
+from rollout import Engine, Rollout, RolloutConfig, evaluate
 from run import command_line, from_json
 from vllm_backend import VllmBackend
 
 ROOT = Path(grpo.__file__).parent
-# The update does not depend on the layout (A08, A09, A10, A29, B05 of the field's bug reports)
+# The update does not depend on the layout (open-instruct#1137, torchtune#2172)
 
 LENGTHS = [1, 2, 4, 8, 16, 32, 64, 128]
 
@@ -232,7 +233,7 @@ def test_weights_after_8_optimizer_steps_are_the_same_on_1_2_and_4_ranks(tiny, f
         assert norms == pytest.approx(expected_norms, rel=1e-4)
 
 
-# What the policies are to each other (A14, A26)
+# What the policies are to each other
 
 
 def test_before_any_update_all_policies_are_one(tiny, files, tmp_path):
@@ -391,7 +392,7 @@ def test_a_reference_holds_the_policy_back_and_a_refresh_moves_it(tiny, files, t
 
     one = dict(batch=dict(num_minibatches=1))
     kept = kl_losses("kept", loss=dict(kl_coef=0.01), **one)
-    assert kept[0] == 0 and 0 < kept[1] < kept[2]
+    assert kept[0] == 0 and min(kept[1:]) > 0.1
     refreshed = kl_losses("refreshed", loss=dict(kl_coef=0.01), refresh_every=1, **one)
     assert refreshed == [0, 0, 0]
     pulled = kl_losses("pulled", loss=dict(kl_coef=100.0), **one)
@@ -623,6 +624,28 @@ def test_a_run_starts_from_an_earlier_ones_settings(tiny, files, tmp_path, monke
     assert (changed.loss.clip_high, changed.num_steps, changed.data.weights) == (0.4, 7, (2.0,))
 
 
+@pytest.mark.parametrize("changes", [dict(num_steps=1), dict(num_steps=3, eval_every=2)])
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+def test_the_last_evaluation_is_of_the_model_that_is_exported(
+    tiny, files, tmp_path, entry, changes
+):
+    """tinker-cookbook#736, prime-rl#835, #3385: the last one measured the weights before the last
+    update, and what was saved was never measured.
+    """
+
+    def watched(engine, *arguments):
+        torch.save(engine.model.state_dict(), tmp_path / "evaluated.pt")
+        evaluate(engine, *arguments)
+
+    base = dict(eval_paths=(str(files / "7.jsonl"),), eval_every=1, learning_rate=3e-2)
+    args = settings(tiny, files, tmp_path, entry, **base | changes)
+    directory = train(args, **{"rollout.evaluate": watched})
+    assert "eval/reward" in records(directory)[-1]
+    evaluated = torch.load(tmp_path / "evaluated.pt")
+    exported = weights(directory)
+    assert largest_difference({n: evaluated[n] for n in exported}, exported) == 0
+
+
 # The export
 
 
@@ -741,7 +764,10 @@ def parse(monkeypatch, *flags):
         ("--learning-rate 0", ["--learning-rate 0.0", "above 0"]),
         ("--loss.kl k1", ["--loss.kl", "k1", "k2", "k3"]),
         ("--loss.clip-low 0", ["--loss.clip-low 0.0", "try 0.2"]),
-        ("--rollout.quantization fp8 --loss.importance off", ["--loss.importance off", "token"]),
+        (
+            "--rollout.quantization fp8_per_channel --loss.importance off",
+            ["--loss.importance off", "token"],
+        ),
         ("--optim.max-grad-norm 0", ["--optim.max-grad-norm 0.0", "above 0"]),
         ("--data.max-prompt-tokens 0", ["--data.max-prompt-tokens 0", "at least 1"]),
         ("--reward.functions", ["--reward.functions", "at least one"]),

@@ -16,6 +16,7 @@ from hub import (
     copy_model_files,
     export,
     find_model,
+    load_tokenizer,
     memory_plan,
     num_positions,
     save_safetensors,
@@ -203,7 +204,7 @@ def test_the_other_files_of_a_model_are_copied_and_its_config_states_the_new_dty
     assert {p.name for p in out.iterdir()} == copied | {"merges.txt"}
 
 
-# Positions, and what is no model (FAULTS M38, REVIEW 2.1, USERS 5)
+# Positions, and what is no model (sglang#26187)
 
 
 def configured(source, directory, remove=(), **changes):
@@ -275,7 +276,7 @@ def test_a_config_that_is_of_no_model_is_refused_in_one_line(tmp_path, content):
 
 
 def test_files_that_the_index_names_and_others_beside_it(tmp_path, paths):
-    """FAULTS M25: an adapter was counted in the memory plan; a missing shard is named."""
+    """mlx-vlm#1464: an adapter was counted in the memory plan; a missing shard is named."""
     shutil.copytree(paths["qwen2"], tmp_path / "model")
     plan = memory_plan(paths["qwen2"], "float32", frozen_copies=0)
     shutil.copy(tmp_path / "model/model.safetensors", tmp_path / "model/adapter_model.safetensors")
@@ -288,3 +289,34 @@ def test_files_that_the_index_names_and_others_beside_it(tmp_path, paths):
     (tmp_path / "model/model.safetensors").unlink()
     with pytest.raises(ValueError, match="--model .* has no model.safetensors and no index"):
         find_model(str(tmp_path / "model"), 8)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", None),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", "\xff"),
+        ("tokenizer_config.json", "nonsense"),
+        ("tokenizer_config.json", "[]"),
+    ],
+)
+def test_a_tokenizer_that_is_missing_or_of_another_kind_is_refused_by_its_model(
+    tmp_path, kind, name, text
+):
+    """A user's KeyError 'added_tokens'; without one Transformers 5 makes one of no words."""
+    save_tiny(tmp_path, kind)
+    if text is None:
+        for each in tmp_path.glob("tokenizer*"):
+            each.unlink()
+    else:
+        (tmp_path / name).write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match="^--model a/b: .*; save the model's tokenizer") as refusal:
+        load_tokenizer(str(tmp_path), "--model a/b")
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_good_tokenizer_loads(paths):
+    assert load_tokenizer(paths["qwen2"], "--model a/b")("1+2=").input_ids == [3, 12, 4, 13]

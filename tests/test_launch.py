@@ -690,6 +690,7 @@ def test_several_machines_meet_at_the_first_one(machine):
     )
 
 
+@pytest.mark.slow
 def test_a_failed_rank_has_the_last_word_and_its_exit_code_is_kept(tmp_path):
     script = tmp_path / "x.py"
     script.write_text(
@@ -704,6 +705,7 @@ def test_a_failed_rank_has_the_last_word_and_its_exit_code_is_kept(tmp_path):
     assert time.monotonic() - start < 30, "rank 0 was not ended"
 
 
+@pytest.mark.slow
 def test_a_rank_killed_by_a_signal_is_reported_since_it_could_not_speak(tmp_path):
     script = tmp_path / "x.py"
     script.write_text("import os\nos.kill(os.getpid(), 9)")
@@ -712,6 +714,7 @@ def test_a_rank_killed_by_a_signal_is_reported_since_it_could_not_speak(tmp_path
     assert (job.returncode, err) == (128 + 9, "error: rank 0 was killed by SIGKILL\n")
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_launcher_reaches_the_ranks(tmp_path):
     script = tmp_path / "x.py"
     script.write_text(
@@ -726,6 +729,7 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(tmp_path):
     assert (job.returncode, out, err) == (128 + 15, "saved\n", "")
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once_on_one_host_do_not_meet_on_a_port(tmp_path):
     script = tmp_path / "x.py"
     script.write_text(

@@ -511,7 +511,7 @@ def test_a_sharded_model_scores_on_ranks_with_different_numbers_of_texts():
         assert scores == pytest.approx(expected[:count], abs=1e-4)
 
 
-# Heads that are more than a matrix, first tokens, wrapped models (COPY F3, F4, F6)
+# Heads that are more than a matrix, first tokens, wrapped models
 
 
 class Adapted(nn.Module):
@@ -607,7 +607,7 @@ def test_a_model_under_ddp_is_refused_and_the_way_that_is_named_reduces_gradient
 
 
 def test_a_warm_up_leaves_no_gradient(monkeypatch):
-    """MUTANTS 11: step 0 of every GPU run would add that of the warm-up's rows."""
+    """Step 0 of every GPU run would add that of the warm-up's rows."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model, row = make_model(), pack(random_sequences([(3, 9)]), 50)[0]
     backwards = []
@@ -617,7 +617,6 @@ def test_a_warm_up_leaves_no_gradient(monkeypatch):
 
 
 def test_values_of_a_bf16_critic_are_not_rounded_to_bf16():
-    """MUTANTS 13."""
     critic = make_model().bfloat16()
     critic.score = nn.Linear(32, 1, bias=False).bfloat16()
     (row,) = pack(random_sequences([(3, 20)]), 50)
@@ -629,7 +628,7 @@ def test_values_of_a_bf16_critic_are_not_rounded_to_bf16():
 
 
 def test_after_a_pass_without_gradients_a_sharded_model_holds_shards_again():
-    """MUTANTS 22: the root stays gathered for a backward that never comes."""
+    """The root stays gathered for a backward that never comes."""
 
     def job():
         model = make_model()

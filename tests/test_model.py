@@ -1,5 +1,6 @@
 """Shards of a Transformers model: what is loaded, what gradients mean, what a step does."""
 
+import contextlib
 import json
 import math
 import re
@@ -344,7 +345,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 @pytest.mark.parametrize(
     "change, message",
     [
-        # FAULTS M23: FP8 read without its scales, weights 1,000 times too large
+        # unsloth#6200: FP8 read without its scales, weights 1,000 times too large
         (dict(config={"quantization_config": {"quant_method": "fp8"}}), "is quantized; dequantize"),
         (
             dict(tensors={UP: torch.ones(90, 64).to(torch.float8_e4m3fn)}),
@@ -358,7 +359,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
         # what nothing used
         (dict(tensors={"score.weight": torch.ones(1, 64)}), "not this model's: score.weight"),
         (dict(tensors={"visual.patch.weight": torch.ones(2, 2)}), "not this model's: visual.patch"),
-        # FAULTS M24: tied by the config, two tensors in the file
+        # LlamaFactory#10560: tied by the config, two tensors in the file
         (dict(tensors={"lm_head.weight": torch.ones(14, 64)}), "are tied by its config and differ"),
         # scaled logits, of others than Granite
         (dict(config={"logit_scale": 0.0625}), r"scale their logits \(logit_scale\)"),
@@ -414,7 +415,7 @@ def sharded_files(source, directory, parts=2):
 
 
 def test_the_index_decides_which_file_holds_what(tmp_path, paths):
-    """FAULTS M25: a third file, left from an earlier save, won. And an adapter beside them."""
+    """mlx-vlm#1464: a third file, left from an earlier save, won. And an adapter beside them."""
     tensors = sharded_files(paths["llama"], tmp_path / "model")
     stale = {name: torch.zeros_like(x) for name, x in tensors.items()}
     for name in ("model-00003-of-00003", "adapter_model", "consolidated"):
@@ -444,7 +445,7 @@ def test_the_index_decides_which_file_holds_what(tmp_path, paths):
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "GraniteMoe"])
 def test_a_mixture_of_experts_is_refused_as_such(tmp_path, name):
-    """FAULTS M26: "tensors are missing; save the model with save_pretrained", as it had been."""
+    """verl#6896: "tensors are missing; save the model with save_pretrained", as it had been."""
     import transformers
 
     sizes = dict(
@@ -483,7 +484,7 @@ def test_a_critic_of_a_policy_with_a_head_of_its_own_loads(paths):
 
 
 def test_gradients_are_summed_over_ranks_in_fp32_when_products_are_in_bf16(paths):
-    """MUTANTS 10: in bf16 1 + 2^-9 is 1. The gradient of a sum of weights times a constant."""
+    """In bf16 1 + 2^-9 is 1. The gradient of a sum of weights times a constant."""
 
     def job():
         policy = bf16_policy(paths["llama"])
@@ -783,7 +784,9 @@ def test_after_a_warm_up_with_rows_of_all_sizes_no_other_row_compiles_anything(p
         before = {name: p.full_tensor() for name, p in policy.named_parameters()}
         for model in (policy, critic, reference):
             use_packed_attention(model)
-            warm_up(model, BatchConfig(tokens_per_row=16384).rows_of_all_sizes(60))
+        sizes = BatchConfig(tokens_per_row=16384).rows_of_all_sizes(60)
+        warm_up([policy, None, critic, reference], sizes, contextlib.nullcontext)
+        for model in (policy, critic, reference):
             assert all(p.grad is None for p in model.parameters())
         assert all(
             torch.equal(before[name], p.full_tensor()) for name, p in policy.named_parameters()

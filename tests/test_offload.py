@@ -146,7 +146,7 @@ def test_a_run_with_offload_is_the_run_without(tiny, files, tmp_path, world_size
         ]
 
 
-# What is away can't be used, lost or taken twice (COPY F5)
+# What is away can't be used, lost or taken twice
 
 
 class Plain:

@@ -4,6 +4,7 @@ refusals.
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -144,13 +145,20 @@ def test_weights_are_the_same_on_1_2_and_3_ranks(tiny, files, tmp_path):
 
 def test_the_critic_alone_learns_during_its_warm_up(tiny, files, tmp_path):
     changes = dict(critic=dict(warmup_steps=2, learning_rate=1e-2), optim=dict(warmup_steps=1))
-    alone = train(job(tiny, files, tmp_path / "alone", num_steps=2, **changes))
-    assert largest_difference(weights(alone), load_file(f"{tiny}/model.safetensors")) == 0
-    together = train(job(tiny, files, tmp_path / "together", num_steps=3, **changes))
-    assert largest_difference(weights(together), load_file(f"{tiny}/model.safetensors")) > 0
-    assert all(record["critic/grad_norm"] > 0 for record in records(together))
+    run = train(job(tiny, files, tmp_path, num_steps=3, **changes))
+    assert largest_difference(weights(run), load_file(f"{tiny}/model.safetensors")) > 0
+    found = records(run)
+    assert all(record["critic/grad_norm"] > 0 for record in found)
+    assert ["actor/grad_norm" in record for record in found] == [False, False, True]
     # The policy's own warm-up begins with its first step: half of the peak, not the peak.
-    assert [record.get("actor/lr") for record in records(together)] == [None, None, 0.5e-2]
+    assert [record.get("actor/lr") for record in found] == [None, None, 0.5e-2]
+
+
+def test_a_critic_that_never_lets_the_policy_learn_is_refused(tiny, files, tmp_path):
+    """OpenRLHF#1356, NeMo-RL#3821: the policy was not trained at all, and nobody said so."""
+    for steps in (2, 5):
+        with pytest.raises(ValueError, match=f"--critic.warmup-steps {steps}: must be below"):
+            job(tiny, files, tmp_path, num_steps=2, critic=dict(warmup_steps=steps))
 
 
 def test_critic_and_policy_have_their_own_rates_and_starts_and_evaluation_and_checks_run(
@@ -170,7 +178,8 @@ def test_critic_and_policy_have_their_own_rates_and_starts_and_evaluation_and_ch
         train(job(tiny, files, tmp_path, **changes), **{"reshard.verify_sync": checked})
     )
     assert [(r["actor/lr"], r["critic/lr"]) for r in found] == [(1e-3, 3e-3)] * 2
-    assert (tmp_path / "checks").read_text().split() == ["verified"] * 2
+    # Before each of the two batches, and before the evaluation of the exported model.
+    assert (tmp_path / "checks").read_text().split() == ["verified"] * 3
     # A head of zeros would give a variance of exactly 0.
     assert (
         all(0 <= r["eval/reward"] <= 1 for r in found)
@@ -211,7 +220,10 @@ def test_four_steps_and_four_more_are_eight(tiny, files, tmp_path, world_size):
     changes |= dict(gae=dict(kl_coef=0.1, kl_target=0.01), critic=dict(warmup_steps=5))
     whole = train(job(tiny, files, tmp_path / "whole", **changes), world_size)
     run = dict(save_every=4)
-    train(job(tiny, files, tmp_path / "parts", **changes | dict(num_steps=4, run=run)), world_size)
+    first = train(
+        job(tiny, files, tmp_path / "parts", **changes | dict(num_steps=6, run=run)), world_size
+    )
+    shutil.rmtree(first / "checkpoints" / "step-000006")  # as if it had died before
     parts = train(
         job(tiny, files, tmp_path / "parts", **changes | dict(run=run | dict(resume=True))),
         world_size,
@@ -346,7 +358,7 @@ def test_the_critic_learns_to_expect_the_return_of_a_fixed_policy(tiny, files, t
         optim=dict(decay="linear"),
         reward=dict(functions=("low",)),
         gae=dict(gae_lambda=1.0),
-        critic=dict(warmup_steps=80, learning_rate=3e-3, value_clip=math.inf),
+        critic=dict(warmup_steps=79, learning_rate=3e-3, value_clip=math.inf),
         batch=dict(prompts_per_step=16, group_size=8, num_epochs=4),
     )
     found = [

@@ -2,6 +2,7 @@
 
 import gc
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -351,7 +352,7 @@ def shard_as(layout: str, model: Blocks) -> torch.nn.Module:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 def test_any_mesh_of_fully_shard_and_parts_that_are_whole_come_out_right(bucket_bytes):
-    """COPY F1, USERS 6: with another name than "shard" an AttributeError; with blocks alone, or
+    """With another name than "shard" an AttributeError; with blocks alone, or
     some parameters, left whole, this rank's shards under the names of full tensors.
     """
     layouts = "default", "dp", "no name", "replicate x shard", "blocks alone", "all but one"
@@ -368,7 +369,7 @@ def test_any_mesh_of_fully_shard_and_parts_that_are_whole_come_out_right(bucket_
 
 
 def test_what_is_not_split_by_rows_is_refused_by_name():
-    """COPY F1: with Shard(1) right shapes, shuffled rows. And two axes that both split."""
+    """With Shard(1) right shapes, shuffled rows. And two axes that both split."""
 
     def job():
         columns = fully_shard(Blocks(), shard_placement_fn=lambda p: Shard(p.ndim - 1))
@@ -385,7 +386,7 @@ def test_what_is_not_split_by_rows_is_refused_by_name():
 
 
 def test_adapters_and_parametrizations_are_refused_as_they_are_no_weights():
-    """COPY F1: names kept `base_model.model.`, and the engine knew none of them."""
+    """Names kept `base_model.model.`, and the engine knew none of them."""
 
     class Adapted(torch.nn.Module):
         def __init__(self):
@@ -411,7 +412,7 @@ def test_weights_that_wait_in_host_memory_are_not_sent():
 
 
 def test_what_is_sent_is_of_the_engines_type_unless_told_otherwise(paths):
-    """COPY F7: bf16 into an engine of fp32, log-probabilities off by 0.08."""
+    """Bf16 into an engine of fp32, log-probabilities off by 0.08."""
 
     def job():
         policy = load(paths["qwen2"])
@@ -507,7 +508,7 @@ def trainer():
     ids=["scaled", "reversed", "ones", "rounded"],
 )
 def test_verify_sync_sees_what_is_sent_wrongly_each_time(monkeypatch, change):
-    """REVIEW 2.3: both loads were wrong in the same way, and it passed."""
+    """Both loads were wrong in the same way, and it passed."""
     model, engine = trainer(), Engine()
     verify = [sync_weights(model, engine), verify_sync(model, engine)]
     assert verify == [1, None]
@@ -555,5 +556,9 @@ def test_a_slice_of_a_vocabulary_that_is_filled_up_is_no_difference():
         return num_bytes
 
     engine.load_weights = load_slice
+    engine.config = SimpleNamespace(tensor_parallel_size=2)
     sync_weights(model, engine)
     verify_sync(model, engine)
+    engine.config.tensor_parallel_size = 1  # a whole vocabulary cannot be all zeros
+    with pytest.raises(RuntimeError, match="1 of 3 engine parameters .*attn.norm.weight"):
+        verify_sync(model, engine)

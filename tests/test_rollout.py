@@ -5,6 +5,7 @@ vLLM runs for real, on CPU, in ranks that stay alive for this file (see lab.py):
 with an engine each, two ranks that share one.
 """
 
+import functools
 import math
 import time
 from collections import Counter
@@ -16,10 +17,12 @@ from engines import ALSO_STOPS, EOS, FP32, LIMIT, PROMPTS, Kept, facts
 from lab import lab
 from tiny import KINDS, save_tiny
 
+from data import Prompt
+from examples import addition
 from hf_backend import HfBackend
 from model import load_policy
 from reshard import iter_full_params, verify_sync
-from rollout import RolloutConfig
+from rollout import Engine, RolloutConfig, draw
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +365,7 @@ def test_responses_are_handed_on_while_others_still_run(one_rank):
 
     def job(kept):
         running = []
-        watch = kept.engines["qwen2"].llm.llm_engine.get_num_unfinished_requests
+        watch = kept.engines["qwen2"].backend.llm.llm_engine.get_num_unfinished_requests
         kept.sample(on_finished=lambda *_: running.append(watch()))
         return running
 
@@ -476,12 +479,12 @@ def test_ranks_that_ask_for_different_things_are_told_so_at_once(ranks, request)
     [
         (
             dict(temperature=0.0),
-            "--rollout.temperature 0.0: must be above 0 and at most 2 in training; try 1.0",
+            "--rollout.temperature 0.0: must be above 0 and at most 2; try 1.0",
         ),
         (dict(temperature=2.5), "--rollout.temperature 2.5: must be above 0 and at most 2"),
         (
             dict(top_p=0.9),
-            "--rollout.top-p 0.9: must be 1: the trainer's probabilities are those of the whole",
+            "--rollout.top-p 0.9: must be 1: the trainer scores whole distributions",
         ),
         (dict(max_response_tokens=0), "--rollout.max-response-tokens 0: must be at least 1"),
         (
@@ -500,12 +503,12 @@ def test_ranks_that_ask_for_different_things_are_told_so_at_once(ranks, request)
         (dict(kv_cache_gb=-1.0), "--rollout.kv-cache-gb -1.0: must be at least 0"),
         (dict(max_num_seqs=-1), "--rollout.max-num-seqs -1: must be at least 0"),
         (
-            dict(engine="hf", quantization="fp8"),
-            "--rollout.engine hf: must be vllm: hf has neither",
+            dict(engine="hf", quantization="fp8_per_channel"),
+            "--rollout.engine hf: must be vllm (installed): hf has neither",
         ),
         (
             dict(engine="hf", tensor_parallel_size=3),
-            "--rollout.engine hf: must be vllm: hf has neither",
+            "--rollout.engine hf: must be vllm (installed): hf has neither",
         ),
     ],
 )
@@ -515,3 +518,84 @@ def test_what_would_bias_or_break_training_is_refused(monkeypatch, setting, mess
     with pytest.raises(ValueError) as error:
         RolloutConfig(**setting)
     assert str(error.value).startswith(message)
+
+
+# What a response becomes
+
+
+class Ends:
+    """A backend that ends each prompt's samples with these ids and log-probabilities."""
+
+    def __init__(self, *_, response=(3,), logprob=-1.0, truncated=False, **__):
+        self.ids = torch.tensor(response)
+        self.logprobs = torch.full((len(response),), logprob)
+        self.logprobs[:-1] = -1.0
+        self.truncated = truncated
+
+    def run(self, prompts, order, num_samples, temperature, seed, finish):
+        for index in range(len(prompts) * num_samples):
+            finish(index, self.ids, self.logprobs, self.truncated)
+
+
+class Submitted(list):
+    """A scorer that keeps what it is given."""
+
+    def submit(self, index, sample):
+        self.append(sample)
+
+
+def engine_that_ends(**response):
+    engine = Engine(
+        functools.partial(Ends, **response),
+        "",
+        RolloutConfig("hf", 8),
+        max_prompt_tokens=8,
+        num_samples=1,
+        stop_ids=[EOS],
+    )
+    engine.state = "ready"
+    return engine
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf])
+def test_a_sampler_that_reports_what_is_not_finite_is_stopped(bad):
+    """Review 2.2: -inf doubled a gradient at the cap, NaN was left out, and no alarm saw either."""
+    prompt = Prompt([3], "1", "", "", {})
+    for response in ((3,), (3, 4, EOS)):
+        engine = engine_that_ends(response=response, logprob=bad)
+        for scorer in (None, Submitted()):
+            with pytest.raises(RuntimeError, match="the sampler computes garbage with this model"):
+                draw(engine, scorer, addition.make_tokenizer(), [prompt], 1, seed=0)
+            assert not scorer
+
+
+@pytest.mark.parametrize(
+    "tags", [("<think>", "</think>"), ("<tool_call>", "</tool_call>")], ids=["think", "tool"]
+)
+@pytest.mark.parametrize("truncated", [False, True])
+def test_special_tokens_that_are_content_reach_the_reward_and_the_end_does_not(tags, truncated):
+    """trl#2897, #4521, verl#1724, #3958: tags that are special tokens were cut from the text, so
+    that no format reward could be earned.
+    """
+    tokenizer = addition.make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tags)})
+    first, last = tokenizer.convert_tokens_to_ids(tags)
+    four = tokenizer("4").input_ids
+    ids = (first, *four, last, *four) + (() if truncated else (EOS,))
+    scorer = Submitted()
+    engine = engine_that_ends(response=ids, truncated=truncated)
+    draw(engine, scorer, tokenizer, [Prompt([3], "1+3=", "4", "", {"level": 2})], 1, seed=0)
+    [sample] = scorer
+    assert sample["response"].replace(" ", "") == f"{tags[0]}4{tags[1]}4"
+    assert sample["truncated"] is truncated and sample["level"] == 2
+
+
+def test_a_response_cut_off_behind_a_special_token_keeps_it():
+    """The limit ended it: its last token is no end."""
+    scorer = Submitted()
+    tokenizer = addition.make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    [end] = tokenizer.convert_tokens_to_ids(["</think>"])
+    engine = engine_that_ends(response=(3, end), truncated=True)
+    draw(engine, scorer, tokenizer, [Prompt([3], "1", "", "", {})], 1, seed=0)
+    assert scorer[0]["response"].endswith("</think>")

@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 import grpo
 import ppo
-from run import FLAGS, RunConfig, command_line, from_json
+from run import FLAGS, RunConfig, command_line, from_json, print_plan
 
 ROOT = Path(grpo.__file__).parent
 
@@ -194,6 +194,75 @@ def test_a_resume_with_another_model_or_fewer_steps_than_were_made_is_refused(tm
     )  # as when the last save was made and the model not yet written
 
 
+def resumed(tmp_path, earlier, now):
+    """The run's check and opening on rank 0 where its config.json has `earlier`."""
+    run = RunConfig(str(tmp_path), "x", resume=True)
+    (tmp_path / "x" / "checkpoints" / "step-000001").mkdir(parents=True, exist_ok=True)
+    written = json.loads(json.dumps(asdict(from_json(now, {}))))
+    for path, value in earlier.items():
+        *groups, name = path.split(".")
+        inner = written
+        for group in groups:
+            inner = inner[group]
+        inner[name] = value
+    (tmp_path / "x" / "config.json").write_text(json.dumps(written))
+    run.check(now)
+    run_ranks(1, run.open, now)
+
+
+@pytest.mark.parametrize(
+    ("setting", "earlier", "flag"),
+    [
+        ("data.weights", [1.0], "--data.weights"),
+        ("data.split", "test", "--data.split"),
+        ("model.master_dtype", "bfloat16", "--model.master-dtype"),
+        ("reward_model_path", "a/b", "--reward-model"),
+        ("critic.path", "a/b", "--critic.path"),
+        ("rollout_every", 2, "--rollout-every"),
+    ],
+)
+def test_a_resume_with_other_settings_that_its_state_follows_from_is_refused(
+    tmp_path, setting, earlier, flag
+):
+    """Automodel#3883, Megatron-LM#5213: settings of checkpoint and flags mixed."""
+    with pytest.raises(ValueError, match=rf"--resume: .*/x was made with {re.escape(flag)} "):
+        resumed(tmp_path, {setting: earlier}, ppo.Args())
+
+
+def test_a_steered_kl_coefficient_goes_on_and_one_that_is_fixed_is_taken_from_the_flag(
+    tmp_path, capfd
+):
+    resumed(tmp_path, {"gae.kl_coef": 0.5}, ppo.Args())
+    assert "resume: --gae.kl-coef 0.5 -> 0.0\n" in capfd.readouterr().out
+    steered = from_json(ppo.Args(), {"gae": {"kl_coef": 0.1, "kl_target": 0.01}})
+    with pytest.raises(ValueError, match="was made with --gae.kl-coef 0.5; give the same"):
+        resumed(tmp_path, {"gae.kl_coef": 0.5}, steered)
+
+
+def test_a_resume_says_in_a_line_each_what_else_is_set_otherwise_now(tmp_path, capfd):
+    """A new user's finding: --group-size 3 and another reward went on without a word."""
+    earlier = {"batch.group_size": 3, "reward.functions": ["exact"], "optim.betas": [0.5, 0.9]}
+    resumed(tmp_path, earlier | {"learning_rate": 0.5}, grpo.Args())
+    told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("resume: ")]
+    assert sorted(told) == [
+        "resume: --group-size 3 -> 8",
+        "resume: --learning-rate 0.5 -> 1e-06",
+        "resume: --optim.betas [0.5, 0.9] -> [0.9, 0.98]",
+        "resume: --reward.functions ['exact'] -> ['math']",
+    ]
+    resumed(tmp_path, {}, grpo.Args())
+    assert "resume:" not in capfd.readouterr().out
+
+
+def test_a_resume_with_a_torn_settings_file_is_refused_by_its_name(tmp_path):
+    run = RunConfig(str(tmp_path), "x", resume=True)
+    (tmp_path / "x" / "checkpoints" / "step-000001").mkdir(parents=True)
+    for text in ('{"seed": ', "[" * 100_000, "[]"):
+        (tmp_path / "x" / "config.json").write_text(text)
+        with pytest.raises(ValueError, match="--resume .*/x/config.json: is not a JSON object"):
+            run.check(Settings())
+
+
 # What comes from a file is checked as the command line is
 
 
@@ -287,6 +356,43 @@ def test_what_one_rank_meets_is_printed_once_whichever_rank_it_is(tmp_path, who)
     )
     assert job.returncode != 0
     assert (job.stdout + job.stderr).count("error: --flag 3: must be less\n") == 1, job.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "lines"),
+    [
+        ("OSError(28, 'No space left on device', 'runs/x')", 1),
+        ("RuntimeError('--reward.max-error-frac 0.25: f raised\\n  x')", 1),
+        ("RuntimeError('of our own')", 3),
+    ],
+)
+def test_what_the_user_can_mend_during_a_run_is_one_line_and_a_fault_has_its_traceback(
+    tmp_path, error, lines
+):
+    """A full disk was 50 lines, a reward function that fails its report twice."""
+    program = f"import run\nrun.init_distributed(0, 60.0)\nraise {error}\n"
+    job = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+    assert job.returncode == 1
+    told = [line for line in job.stderr.splitlines() if line.strip()]
+    if lines == 1:
+        assert len(told) == 1 and told[0].startswith("[rank 0] error: "), job.stderr
+    else:
+        assert told[0] == "[rank 0] Traceback (most recent call last):"
+
+
+def test_a_warm_up_that_the_run_does_not_survive_is_said_in_the_plan(capfd):
+    """OpenRLHF#1356, NeMo-RL#3821: a phase longer than the run. A short trial must still start."""
+    for num_steps, is_told in ((5, True), (10, True), (11, False)):
+        args = from_json(grpo.Args(), {"num_steps": num_steps, "optim": {"warmup_steps": 10}})
+        run_ranks(1, print_plan, args, [[0]], [])
+        warning = f"warning  --optim.warmup-steps end after --num-steps {num_steps}\n"
+        assert (warning in capfd.readouterr().out) == is_told
 
 
 # The process group
