@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from rows import make_model, random_sequences
 from torch.distributed.fsdp import fully_shard
@@ -379,20 +380,28 @@ def test_the_weights_are_the_newest_ones_too(tmp_path):
 
 
 def test_no_rank_begins_to_write_before_what_was_left_is_removed(tmp_path, monkeypatch):
-    (tmp_path / ".step-000002").mkdir()
+    """MUTANTS 18."""
+    left = tmp_path / ".step-000002" / "left"
+    left.mkdir(parents=True)
 
     def job():
-        remove = shutil.rmtree
+        remove, write = shutil.rmtree, dcp.save
+        found = []
 
         def slow(*arguments, **options):
             time.sleep(0.5)
             remove(*arguments, **options)
 
-        monkeypatch.setattr(shutil, "rmtree", slow)
-        save(tmp_path, 2, Run().state)
-        return load(tmp_path, Run().state)
+        def watched(*arguments, **options):
+            found.append(left.exists())
+            return write(*arguments, **options)
 
-    assert run_ranks(2, job) == [2, 2]
+        monkeypatch.setattr(shutil, "rmtree", slow)
+        monkeypatch.setattr(dcp, "save", watched)
+        save(tmp_path, 2, Run().state)
+        return found, load(tmp_path, Run().state)
+
+    assert run_ranks(2, job) == [([False], 2)] * 2
 
 
 # Settings and entries of a resume

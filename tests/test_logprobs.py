@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import logprobs
+import logprobs as logprobs_file
 from logprobs import (
     head_logprobs,
     model_scores,
@@ -608,7 +609,8 @@ def test_a_model_under_ddp_is_refused_and_the_way_that_is_named_reduces_gradient
 
 def test_a_warm_up_leaves_no_gradient(monkeypatch):
     """Step 0 of every GPU run would add that of the warm-up's rows."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(logprobs_file, "_is_compiled", lambda model: True)
+    monkeypatch.setattr(logprobs_file, "_compiled", lambda function: function)
     model, row = make_model(), pack(random_sequences([(3, 9)]), 50)[0]
     backwards = []
     model.lm_head.weight.register_hook(lambda grad: backwards.append(grad))
