@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import reshard
 from attention import use_packed_attention
 from logprobs import token_logprobs
-from model import ModelConfig, load_policy
+from model import ModelConfig, load_policy, load_shards, parameters_on_meta, shard
 from offload import Offload
 from packing import pack, sequence
 from reshard import iter_full_params, sync_weights, verify_sync
@@ -426,10 +426,20 @@ def test_what_is_sent_is_of_the_engines_type_unless_told_otherwise(paths):
 
 
 def test_the_root_that_a_forward_left_whole_is_sent_like_the_rest(paths):
-    """After a pass of the decoder without gradients; logprobs.py reshards by itself."""
+    """After a pass of the decoder without gradients; logprobs.py reshards by itself. What is left
+    whole is in the compute dtype: as master weights these would be rounded.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     def job():
-        policy = load(paths["qwen2"], reshard_after_forward=False)
+        with parameters_on_meta():
+            config = AutoConfig.from_pretrained(paths["qwen2"])
+            plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        settings = ModelConfig(reshard_after_forward=False)
+        policy = shard(plain, mesh, settings, torch.bfloat16)
+        load_shards(policy, paths["qwen2"])
+        use_packed_attention(policy)
         before = full(policy)
         row = pack([sequence(torch.tensor([3, 4]), torch.tensor([5, 1]))], 8)[0]
         spans = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), row.cu_seqlens)
