@@ -2,6 +2,7 @@
 
 import gc
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -536,4 +537,28 @@ def test_verify_sync_sees_a_loader_that_fuses_the_wrong_tensors_each_time():
     model, engine = trainer(), Engine("qkk")
     sync_weights(model, engine)
     with pytest.raises(RuntimeError, match="1 of 3 engine parameters .*attn.qkv.weight"):
+        verify_sync(model, engine)
+
+
+def test_a_slice_of_a_vocabulary_that_is_filled_up_is_no_difference():
+    """vLLM fills 14 rows up to 64: of two tensor-parallel ranks one has all, the other none."""
+    model, engine = trainer(), Engine()
+    engine.model["attn"]["norm"] = Rows(64)
+    load = engine.load_weights
+
+    def load_slice(buckets):
+        kept = engine.model["attn"]["norm"]
+        filled = kept.weight
+        kept.weight = Rows(2).weight
+        num_bytes = load(buckets)
+        kept.weight = filled
+        filled.fill_(0)
+        return num_bytes
+
+    engine.load_weights = load_slice
+    engine.config = SimpleNamespace(tensor_parallel_size=2)
+    sync_weights(model, engine)
+    verify_sync(model, engine)
+    engine.config.tensor_parallel_size = 1  # a whole vocabulary cannot be all zeros
+    with pytest.raises(RuntimeError, match="1 of 3 engine parameters .*attn.norm.weight"):
         verify_sync(model, engine)
