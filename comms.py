@@ -6,7 +6,6 @@ enter a host, 2.2 s at 100 Gbit/s. What travels can be coarse, sums not: in int8
 How it works. Values are cut into blocks of 256, each with its own scale, the largest magnitude over
 127, so that small values do not drown. The error is at most scale / 2 = absmax / 254. With blocks
 of 4:
-
     x       0.50  -1.00   0.10   0.00 |  2e-6    1e-6   0   -3e-6     fp32, 4 bytes a value
     scale   1/127                     |  3e-6/127                     fp32, 4 bytes a block
     code      64   -127     13      0 |    85      42   0    -127     int8, 1 byte a value
