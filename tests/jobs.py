@@ -96,6 +96,11 @@ def largest_difference(found, expected):
     return max((found[name] - x).abs().max().item() for name, x in expected.items()) / scale
 
 
+def distance(found, expected):
+    """Of all weights together, in the Euclidean sense."""
+    return sum((found[name] - x).double().square().sum() for name, x in expected.items()) ** 0.5
+
+
 class Scripted(HfBackend):
     """Its responses follow from the prompt alone: the same ones on any number of ranks."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import SCRIPTED, largest_difference, records, samples, settings, train, weights
+from jobs import SCRIPTED, distance, largest_difference, records, samples, settings, train, weights
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import save_tiny
@@ -128,19 +128,26 @@ def test_a_kl_penalty_in_the_reward_holds_the_policy_back(tiny, files, tmp_path)
 
 
 def test_weights_are_the_same_on_1_2_and_3_ranks(tiny, files, tmp_path):
-    """2 minibatches x 2 epochs x 2 steps of both; 1e-5: fp32 sums in another order."""
+    """2 minibatches x 2 epochs x 2 steps of both. Sums in another order differ by rounding, and
+    where a gradient is nearly 0 Adam makes of that a step of the rate's size, in whichever
+    direction: how far single weights are apart depends on the processor. There are few of those,
+    so the distance of all weights is 1e-5 of the way that they went; a rank with a tenth more
+    weight than the others makes it above 1e-2.
+    """
     changes = dict(batch=dict(num_epochs=2), learning_rate=1e-3, critic=dict(learning_rate=1e-3))
     runs = [train(job(tiny, files, tmp_path / str(n), **changes), n, **SCRIPTED) for n in (1, 2, 3)]
+    expected = weights(runs[0])
+    before = load_file(f"{tiny}/model.safetensors")
     for run in runs[1:]:
-        assert largest_difference(weights(run), weights(runs[0])) < 1e-5
-        for found, expected in zip(records(run), records(runs[0]), strict=True):
+        assert distance(weights(run), expected) < 1e-3 * distance(before, expected)
+        for ours, theirs in zip(records(run), records(runs[0]), strict=True):
             for name in (
                 "critic/vf_loss",
                 "critic/vf_explained_var",
                 "critic/grad_norm",
                 "actor/pg_loss",
             ):
-                assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
 
 
 def test_the_critic_alone_learns_during_its_warm_up(tiny, files, tmp_path):
