@@ -92,6 +92,7 @@ def test_the_built_in_reward_model_learns_from_answers_that_are_wrong(tiny, way)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_built_in_models_are_the_same_bytes_for_the_same_seed_and_the_judge_learns(
     tmp_path, monkeypatch
 ):
