@@ -89,7 +89,8 @@ def results_of(order, sampled):
     )
 
 
-def make_scheduler(model, kind, num_blocks, max_num_seqs, sliding_window):
+@functools.cache
+def make_config(model, num_blocks, max_num_seqs):
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
@@ -97,13 +98,6 @@ def make_scheduler(model, kind, num_blocks, max_num_seqs, sliding_window):
         SchedulerConfig,
         VllmConfig,
     )
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        SlidingWindowSpec,
-    )
-    from vllm.v1.structured_output import StructuredOutputManager
 
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
     cache.num_gpu_blocks = num_blocks
@@ -122,6 +116,19 @@ def make_scheduler(model, kind, num_blocks, max_num_seqs, sliding_window):
         device_config=DeviceConfig("cpu"),
     )
     config.scheduler_config.async_scheduling = True
+    return config
+
+
+def make_scheduler(model, kind, num_blocks, max_num_seqs, sliding_window):
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+    )
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config = make_config(model, num_blocks, max_num_seqs)
     sizes = dict(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**sizes))]
     if sliding_window:
@@ -240,7 +247,7 @@ def test_tokens_and_ends_are_those_of_vllms_scheduler(
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     monkeypatch.setattr(scheduler, "TOKENS_AHEAD", 48)
-    for seed in range(3):
+    for seed in range(2):
         found = []
         for kind in (AsyncScheduler, closed_batch_scheduler()):
             made = make_scheduler(model, kind, num_blocks, max_num_seqs, sliding_window)
@@ -258,6 +265,31 @@ def test_tokens_and_ends_are_those_of_vllms_scheduler(
         assert made.window_steps > 20
         for ids, logprobs, *_ in ours.values():
             assert np.allclose(logprobs, [-i / 7 for i in ids])
+
+
+@pytest.mark.parametrize(
+    "version, is_known",
+    [
+        ("0.26.1", True),
+        ("0.29.0rc1", True),
+        ("0.32.0", True),
+        ("0.25.9", False),
+        ("0.33.0", False),
+        ("1.26.0", False),
+        ("dev", False),
+    ],
+)
+def test_a_vllm_that_nobody_tried_keeps_its_own_scheduler_and_one_line_says_so(
+    monkeypatch, capsys, version, is_known
+):
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    made = closed_batch_scheduler()
+    printed = capsys.readouterr().out
+    assert (made is not None) == is_known
+    assert printed.startswith(f"vLLM {version} keeps its own scheduler") != is_known
+    assert printed.count("\n") == (not is_known)
 
 
 # Real engines
@@ -344,6 +376,13 @@ def test_engines_give_the_same_tokens_and_log_probabilities(pair, num, limits, o
     compare = functools.partial(Pair.compare, num=num, limits=limits, **options)
     [(is_equal, num_tokens, window_steps, *_)] = pair(compare)
     assert is_equal and num_tokens >= num and window_steps > 20
+
+
+def test_the_plain_path_is_a_setting_away(pair):
+    def job(kept):
+        return [isinstance(e.backend.scheduler, ClosedBatch) for e in kept.engines.values()]
+
+    assert pair(job) == [[False, True]]
 
 
 def test_so_they_do_with_a_pool_that_is_too_small(pair):
