@@ -148,22 +148,20 @@ def draw(
 ) -> dict[int, list[Rollout]]:
     """{position: rollouts} for the prompts that this rank owns. Collective.
 
-    prompts: data.Prompt, the same on all ranks. Each response goes to `scorer` (rewards.Scorer, or
-    None) when it has ended, under its place in the flat order of the result.
+    prompts: data.Prompt, the same on all ranks. Each response that has ended goes to `scorer`
+    (rewards.Scorer, or None) under its place in the flat order of the result.
     """
-    special_ids = frozenset(tokenizer.all_special_ids)
+    special = set(tokenizer.all_special_ids)
+    structure = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
 
     def submit(index: int, position: int, rollout: Rollout) -> None:
         ids = rollout.response_ids.tolist()
-        if not rollout.truncated and ids[-1] in special_ids:
+        if not rollout.truncated and ids[-1] in special:
             ids.pop()  # the end; other special tokens are content, such as <think>
+        ids = [token for token in ids if token not in structure]
         prompt = prompts[position]
-        known = {
-            "prompt": prompt.text,
-            "response": tokenizer.decode(ids),
-            "answer": prompt.answer,
-            "truncated": rollout.truncated,
-        }
+        known = {"prompt": prompt.text, "response": tokenizer.decode(ids)}
+        known |= {"answer": prompt.answer, "truncated": rollout.truncated}
         scorer.submit(index, prompt.columns | known)
 
     def later(*ended) -> None:
