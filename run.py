@@ -209,7 +209,7 @@ def print_plan(args: Any, datasets: Sequence, eval_sets: Sequence, **models: str
         "batch": args.batch.describe(args.data.max_prompt_tokens, args.rollout.max_response_tokens),
     }
     if args.optim.warmup_steps >= args.num_steps:
-        plan["warning"] = f"--optim.warmup-steps end after --num-steps {args.num_steps}"
+        plan["warning"] = f"--optim.warmup-steps outlast the run of {args.num_steps} steps"
     for name, text in plan.items():
         print(f"{name:>8}  {text}", flush=True)
 

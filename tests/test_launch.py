@@ -745,6 +745,9 @@ def test_two_jobs_at_once_on_one_host_do_not_meet_on_a_port(tmp_path):
     assert [out for out, _ in outputs] == ["2.0 2.0 ", "20.0 20.0 "]
 
 
+FLAGS = "--num-steps", 2, "--optim.warmup-steps", 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "script, models", [("grpo.py", ["model"]), ("ppo.py", ["policy", "critic"])]
@@ -752,7 +755,7 @@ def test_two_jobs_at_once_on_one_host_do_not_meet_on_a_port(tmp_path):
 def test_the_console_of_the_built_in_job_is_the_plan_then_the_steps(tmp_path, script, models):
     """No line of vLLM, Triton, torchrun or another package between them."""
     num_ranks = len(models)
-    job = run_here("--nproc", num_ranks, script, "--num-steps", 2, "--output-dir", tmp_path)
+    job = run_here("--nproc", num_ranks, script, *FLAGS, "--output-dir", tmp_path)
     out, err = job.communicate(timeout=280)
     assert (job.returncode, err) == (0, "")
     lines = [line for line in out.splitlines() if not line.startswith("built-in")]  # made once
