@@ -8,7 +8,7 @@ For each of P prompts the policy samples a group of G responses; each gets a rew
     advantage    A_g = (R_g - mean(R)) / std(R) over the group         advantages.group_advantages
     ratio        r_i = pi(token_i) / pi_old(token_i)                   logprobs.token_logprobs
     surrogate    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))    losses.policy_loss
-    loss         sum over response tokens of w (surrogate + kl_coef KL(pi|ref) - entropy_coef H)
+    loss         sum over response tokens of (w surrogate + kl_coef KL(pi|ref) - entropy_coef H)
                  / number of response tokens in the minibatch          losses.actor_loss
     w            min(pi_old / pi_sampler, cap): the sampler's kernels are not the trainer's
 
@@ -170,7 +170,7 @@ def main(asked: Args) -> None:
         # response is scored as soon as it ends, while others are still being sampled.
         with engine.awake():
             sync(args, policy, engine, meter)
-            if args.eval_every and step % args.eval_every == 0:
+            if args.eval_every and step % args.eval_every == 0 and step + 1 < args.num_steps:
                 evaluate(args, engine, scorer, tokenizer, eval_prompts, meter)
             groups = sample_groups(args, step, engine, scorer, tokenizer, stream, meter)
 

@@ -158,7 +158,7 @@ def main(asked: Args) -> None:
         # response is scored by the rule as soon as it ends, while others are still being sampled.
         with engine.awake():
             sync(args, policy, engine, meter)
-            if args.eval_every and first % args.eval_every == 0:
+            if args.eval_every and first % args.eval_every == 0 and first + 1 < args.num_steps:
                 evaluate(args, engine, scorer, tokenizer, eval_prompts, meter)
             prompts = stream.take(args.batch.prompts_per_step)
             with meter.timer("rollout"):
