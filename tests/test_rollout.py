@@ -22,7 +22,7 @@ from examples import addition
 from hf_backend import HfBackend
 from model import load_policy
 from reshard import iter_full_params, verify_sync
-from rollout import Engine, RolloutConfig, draw
+from rollout import Engine, Rollout, RolloutConfig, draw
 
 
 @pytest.fixture(scope="module")
@@ -555,6 +555,51 @@ def engine_that_ends(**response):
     )
     engine.state = "ready"
     return engine
+
+
+class OneByOne:
+    """Stands for an engine: one response a prompt, each handed on when `wait(index)` returns."""
+
+    def __init__(self, wait):
+        self.wait = wait
+
+    def generate_share(self, prompts, num_samples, *, temperature, seed, on_finished):
+        drawn = {}
+        for i, prompt in enumerate(prompts):
+            response = torch.tensor([2 + i, EOS])
+            drawn[i] = [Rollout(torch.tensor(prompt), response, torch.zeros(2), False)]
+            on_finished(i, i, *drawn[i])
+            self.wait(i)
+        return drawn
+
+
+def test_responses_are_decoded_and_submitted_while_the_engine_runs():
+    """The engine goes on only when the scorer has the response before."""
+    scorer = Submitted()
+
+    def until_it_is_there(index):
+        limit = time.monotonic() + 20
+        while len(scorer) <= index:
+            assert time.monotonic() < limit, "submitted at the end alone"
+            time.sleep(0.001)
+
+    prompts = [Prompt([i], f"p{i}", "", "") for i in (3, 4, 5)]
+    drawn = draw(OneByOne(until_it_is_there), scorer, addition.make_tokenizer(), prompts, 1, 0)
+    assert list(drawn) == [0, 1, 2]
+    assert [sample["prompt"] for sample in scorer] == ["p3", "p4", "p5"]
+    assert [sample["response"] for sample in scorer] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("what", ["decode", "submit"])
+def test_what_fails_beside_the_engine_stops_the_run(monkeypatch, what):
+    def fail(*_):
+        raise OverflowError("out of range")
+
+    scorer = Submitted()
+    tokenizer = addition.make_tokenizer()
+    monkeypatch.setattr(tokenizer if what == "decode" else scorer, what, fail)
+    with pytest.raises(OverflowError, match="out of range"):
+        draw(OneByOne(lambda _: None), scorer, tokenizer, [Prompt([3], "p", "", "")], 1, 0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf])

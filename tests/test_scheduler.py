@@ -166,7 +166,6 @@ class Play:
 
     def add(self, name, shared_prompt=False):
         from vllm.sampling_params import RequestOutputKind, SamplingParams
-        from vllm.v1.request import Request
 
         params = SamplingParams(
             max_tokens=self.draw.choice([1, 2, 30, 150, 1000]),
@@ -176,9 +175,14 @@ class Play:
         )
         size = self.draw.randrange(1, 80)
         prompt = [self.draw.randrange(50) for _ in range(size)]
+        self.add_request(name, list(range(40)) if shared_prompt else prompt, params)
+
+    def add_request(self, name, prompt, params):
+        from vllm.v1.request import Request
+
         request = Request(
             request_id=str(name),
-            prompt_token_ids=list(range(40)) if shared_prompt else prompt,
+            prompt_token_ids=prompt,
             sampling_params=params,
             pooling_params=None,
             block_hasher=self.hasher,
@@ -231,6 +235,24 @@ class Play:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_blocks_suffice_wherever_in_a_block_a_row_begins(model, monkeypatch, depth):
+    """The stand-in fails at a position without a block; here every row takes blocks many times, and
+    some row's last token of each time is the last of a block.
+    """
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    monkeypatch.setattr(scheduler, "TOKENS_AHEAD", 48)
+    made = make_scheduler(model, closed_batch_scheduler(), 2000, 64, None)
+    play = Play(made, 0, depth, max_num_requests=0)
+    final = RequestOutputKind.FINAL_ONLY
+    for size in range(1, 2 * BLOCK):
+        params = SamplingParams(max_tokens=350, logprobs=0, output_kind=final)
+        play.add_request(200 + size, list(range(size)), params)
+    found = play.run()
+    assert all(len(found[str(200 + size)][0]) == 350 for size in range(1, 2 * BLOCK))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
