@@ -285,9 +285,9 @@ def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
 def sync(args: Args, policy: nn.Module, engine: rollout.Engine, meter) -> None:
     """Give the policy's weights to the engine, which is awake; it is ready to sample then."""
     with meter.timer("reshard"):
-        reshard.sync_weights(policy, engine, dtype=engine.dtype)
+        reshard.sync_weights(policy, engine)
         if args.verify_sync:
-            reshard.verify_sync(policy, engine, dtype=engine.dtype)
+            reshard.verify_sync(policy, engine)
 
 
 def evaluate(args: Args, engine, scorer, tokenizer, prompts: list[data.Prompt], meter) -> None:

@@ -46,7 +46,7 @@ def main(seed: int = 24) -> None:
 
     print("1. Sample. The engine gets the policy's weights and answers each prompt twice.")
     with engine.awake():
-        reshard.sync_weights(policy, engine, dtype=engine.dtype)
+        reshard.sync_weights(policy, engine)
         samples = engine.generate([p.prompt_ids for p in prompts], 2, seed=seed)
     known = []
     for i, sample in enumerate(samples):
@@ -91,7 +91,7 @@ def main(seed: int = 24) -> None:
         print(f"   loss, the sum of these terms: {loss.item():.4f}; gradient norm {norm:.3f}")
 
     with engine.awake():
-        print("1. Next step. Bytes sent:", reshard.sync_weights(policy, engine, dtype=engine.dtype))
+        print("1. Next step. Bytes sent:", reshard.sync_weights(policy, engine))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 what cost.
 """
 
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rows import make_model, random_sequences
+from rows import best_time_s, make_model, random_sequences
 from torch import nn
 
 from attention import packed_attention, rotary_limit, use_packed_attention
@@ -174,16 +173,6 @@ def test_there_is_one_kernel_call_per_length(monkeypatch):
     lengths = torch.randint(5, 16, (512,), generator=generator).tolist()
     attend(*inputs(sum(lengths)), lengths)
     assert len(calls) == len(set(lengths)) == 11
-
-
-def best_time_s(run, tries=8):
-    """CPU time of the fastest of several runs: other processes can only add to it."""
-    times = []
-    for _ in range(tries):
-        start = time.thread_time()
-        run()
-        times.append(time.thread_time() - start)
-    return min(times)
 
 
 @pytest.mark.parametrize("lengths", ["512 of 10", "512 of 5 to 15"])
