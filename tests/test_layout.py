@@ -25,7 +25,9 @@ RUN = {
     "expressions",
     "checkpoint",
     "metrics",
+    "hardware",
     "report",
+    "curves",
     "autotune",
     "check",
 }
