@@ -57,7 +57,6 @@ def use_packed_attention(model: nn.Module) -> None:
     attention.
     """
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
     # What is not routed through the interface would run as before, over the whole row, and say
     # nothing.
@@ -80,7 +79,8 @@ def use_packed_attention(model: nn.Module) -> None:
         if decoder is not model:
             decoder.register_forward_pre_hook(_refuse_longer(limit), with_kwargs=True)
     AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    # Without a mask function of that name Transformers makes no mask. Making none by a function
+    # would wait for the device in each forward: it looks for packed sequences first.
     model.set_attn_implementation(NAME)
 
 
@@ -113,10 +113,6 @@ def _refuse_longer(limit: int):
             )
 
     return check
-
-
-def _no_mask(*args, **kwargs) -> None:
-    return None
 
 
 def packed_attention(

@@ -162,7 +162,7 @@ class Scorer:
         try:
             samples = [sample for _, sample in taken]
             replies = self._ask(worker, name, samples, self.config.time_limit_s)
-        except BaseException as error:  # nobody may wait for ever
+        except (ValueError, OSError, RuntimeError) as error:  # no new worker starts
             for future, _ in taken:
                 future.set_exception(error)
             return

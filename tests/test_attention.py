@@ -312,3 +312,17 @@ def test_the_way_back_to_padded_batches_is_named_and_works():
         model(torch.ones(2, 6, dtype=torch.int64), use_cache=False)
     model.set_attn_implementation("sdpa")
     assert model(torch.ones(2, 6, dtype=torch.int64), use_cache=False).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3"])
+def test_transformers_makes_no_mask_and_looks_for_no_packed_sequences(monkeypatch, kind):
+    """Its look at the positions would wait for the device in each forward."""
+    from transformers import masking_utils
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("positions were read")
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", refuse)
+    model = make_model(kind)
+    [row] = pack(random_sequences([(3, 9), (5, 1)]), 20)
+    assert torch.isfinite(token_logprobs(model, row)[0]).all()
