@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import (
+    REWARDS,
     SCRIPTED,
     TEMPERATURE,
     distance,
@@ -646,6 +647,21 @@ def test_the_last_evaluation_is_of_the_model_that_is_exported(
     evaluated = torch.load(tmp_path / "evaluated.pt")
     exported = weights(directory)
     assert largest_difference({n: evaluated[n] for n in exported}, exported) == 0
+    prompts = [json.loads(line)["prompt"] for line in (files / "7.jsonl").open()]
+    expected = [REWARDS["spread"](text) for text in greedy_texts(directory / "hf", prompts, 6)]
+    assert records(directory)[-1]["eval/reward"] == pytest.approx(sum(expected) / 7, abs=1e-12)
+
+
+def greedy_texts(directory, prompts, max_new_tokens):
+    """What Transformers answers by the model in a directory, one prompt at a time."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")
+        output = model.generate(**ids, max_new_tokens=max_new_tokens, do_sample=False)
+        yield tokenizer.decode(output[0, ids.input_ids.shape[1] :], skip_special_tokens=True)
 
 
 # The export
