@@ -140,6 +140,10 @@ class RunConfig:
             who = (self.directory / "lock").read_text().strip() or "?"
             at_work = f"process {who} is at work there; end it or give another one"
             raise ValueError(f"--name {self.name}: {at_work}") from error
+        except OSError as error:  # Lustre without -o flock, NFS without lockd
+            if os.fstat(held).st_size == 0:  # a new file: it was not said yet
+                why = f"cannot be locked ({error.strerror}); start no second run of this --name"
+                print(f"warning: {self.directory}: {why}", flush=True)
         return held
 
 
@@ -201,11 +205,10 @@ def print_plan(args: Any, datasets: Sequence, eval_sets: Sequence, **models: str
     if dist.get_rank() != 0:
         return
     num_prompts, num_evals = (sum(map(len, sets)) for sets in (datasets, eval_sets))
-    num_ranks = dist.get_world_size()
-    num_engines = num_ranks // args.rollout.tensor_parallel_size
+    num_engines = dist.get_world_size() // args.rollout.tensor_parallel_size
     plan = models | {
         "data": f"{num_prompts} prompts for {args.num_steps} steps, {num_evals} to evaluate",
-        "ranks": f"{num_ranks}; {num_engines} {args.rollout.backend} engines",
+        "ranks": f"{dist.get_world_size()}; {num_engines} {args.rollout.backend} engines",
         "batch": args.batch.describe(args.data.max_prompt_tokens, args.rollout.max_response_tokens),
     }
     if args.optim.warmup_steps >= args.num_steps:
@@ -393,8 +396,5 @@ def _flat(settings: Mapping[str, Any], prefix: str = "--") -> dict[str, Any]:
     flat = {}
     for name, value in settings.items():
         flag = _flag(prefix, name)
-        if isinstance(value, Mapping):
-            flat |= _flat(value, _group(flag))
-        else:
-            flat[flag] = value
+        flat |= _flat(value, _group(flag)) if isinstance(value, Mapping) else {flag: value}
     return flat

@@ -1,9 +1,11 @@
 """A run begins and ends: settings, refusals, the run's directory, the process group."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -163,6 +165,48 @@ def test_a_run_in_progress_its_own_model_and_a_resume_from_nothing_are_refused(t
     ):
         run.check(Settings())
     assert not (tmp_path / "x.1").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
+def test_a_file_system_without_locks_is_said_in_a_line_and_the_run_goes_on(
+    tmp_path, monkeypatch, capfd, number
+):
+    """Lustre without -o flock refused every start with "Function not implemented"."""
+
+    def no_lock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("run.fcntl.flock", no_lock)
+    run = RunConfig(str(tmp_path), "x")
+    for num_steps in (1, 2):
+        run.check(Settings(num_steps=num_steps))
+        run.open(Settings(num_steps=num_steps))
+        told = [line for line in capfd.readouterr().out.splitlines() if "warning" in line]
+        advice = f"cannot be locked ({os.strerror(number)}); start no second run of this --name"
+        assert told == [f"warning: {tmp_path}/x: {advice}"]
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["num_steps"] == 2
+    assert json.loads((tmp_path / "x.1" / "config.json").read_text())["num_steps"] == 1
+
+
+def test_the_lock_of_a_process_that_was_killed_holds_nobody_up(tmp_path):
+    """Its file is still there and names it; so it does while the process is stopped."""
+    run = RunConfig(str(tmp_path), "x")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        run.open(Settings())
+        os.write(writer, b".")
+        signal.pause()
+    os.read(reader, 1)
+    os.kill(child, signal.SIGSTOP)
+    with pytest.raises(ValueError, match=f"--name x: process {child} on .* is at work there"):
+        run.check(Settings())
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert f"{child} on " in (tmp_path / "x" / "lock").read_text()
+    run.check(Settings())
+    run.open(Settings(num_steps=7))
+    assert {path.name for path in tmp_path.iterdir()} == {"x", "x.1"}
 
 
 def test_a_resume_with_another_seed_is_refused_and_leaves_the_settings_as_they_were(tmp_path):
