@@ -20,25 +20,30 @@ Source: the safetensors index format of Transformers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
+import operator
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# What readers of JSON, and Transformers, raise for a file that is broken.
+BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RecursionError)
+
 
 def find_model(name: str, longest: int, flag: str = "--model") -> str:
     """The local directory of a model: `name` if it is one, else its snapshot from the Hub.
 
     Collective. Raises ValueError, which begins with `flag`, for a directory without config.json,
-    for a Hub name that cannot be fetched, for files that are missing, and for a model with fewer
-    positions than `longest`, the tokens of a prompt with its response.
+    for a Hub name that cannot be fetched, for files that are missing or broken, and for a model
+    with fewer positions than `longest`, the tokens of a prompt with its response.
     """
     path = name if Path(name).exists() else _fetch(name, flag)
     if not (Path(path) / "config.json").exists():
@@ -51,7 +56,7 @@ def find_model(name: str, longest: int, flag: str = "--model") -> str:
         advice = f"lower one of them; try {half} and {positions - half}"
         has = f"has {positions} positions, {lengths} want {longest}"
         raise ValueError(f"{flag} {name}: {has}; {advice}")
-    _tensor_files(path, f"{flag} {name}")
+    _shapes(path, f"{flag} {name}")
     return path
 
 
@@ -61,12 +66,9 @@ def load_tokenizer(path: str, label: str):
 
     logging.disable_progress_bar()
     advice = "save the model's tokenizer there with save_pretrained"
-    try:
+    with _said_of(f"{label}: its tokenizer does not load", f"; {advice}"):
         tokenizer = AutoTokenizer.from_pretrained(path)
         words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise ValueError(f"{label}: its tokenizer does not load ({why}); {advice}") from None
     if not words:  # what Transformers makes of a directory without one
         raise ValueError(f"{label}: has no tokenizer; {advice}")
     return tokenizer
@@ -76,11 +78,28 @@ def _config(path: str, label: str):
     """The configuration of the model's text part, in the spelling of this Transformers."""
     from transformers import AutoConfig
 
-    try:
+    with _said_of(f"{label}: config.json is of no model for Transformers"):
         return AutoConfig.from_pretrained(path).get_text_config()
-    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise ValueError(f"{label}: config.json is of no model for Transformers ({why})") from None
+
+
+@contextlib.contextmanager
+def _said_of(what: str, advice: str = "") -> Iterator[None]:
+    """Inside, whatever other libraries raise for a broken file is a ValueError in one line."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (*BROKEN, StrictDataclassError, SafetensorError) as error:
+        problem = error
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers has no class of its own
+            raise
+        problem = error
+    else:
+        return
+    why = " ".join(str(problem).split())[:200] or type(problem).__name__
+    raise ValueError(f"{what} ({why}){advice}") from None
 
 
 def num_positions(config, label: str = "model") -> int | None:
@@ -100,7 +119,8 @@ def num_positions(config, label: str = "model") -> int | None:
     if kind == "longrope":
         return original or positions
     if kind in ("yarn", "linear") and positions is not None:
-        return max(positions, int((original or positions) * rope.get("factor", 1)))
+        with _said_of(f"{label}: has a rotary scaling without a factor that is a number"):
+            return max(positions, int((original or positions) * float(rope.get("factor", 1))))
     return positions
 
 
@@ -113,11 +133,26 @@ def _tensor_files(path: str, label: str) -> list[Path]:
         raise ValueError(f"{label}: has no {single.name} and no index of several; {advice}")
     if not index.exists():
         return [single]
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    for name in names:
-        if not (Path(path) / name).exists():
-            raise ValueError(f"{label}: {name}, which {index.name} names, is missing")
-    return [Path(path) / name for name in names]
+    with _said_of(f"{label}: {index.name} lists no files of tensors"):
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        files = [Path(path) / name for name in sorted(names)]
+    for file in files:
+        if not file.exists():
+            raise ValueError(f"{label}: {file.name}, which {index.name} names, is missing")
+    return files
+
+
+def _shapes(path: str, label: str) -> dict[str, list[int]]:
+    """The shape of each tensor in the model's files, by its name."""
+    from safetensors import safe_open
+
+    shapes = {}
+    for file in _tensor_files(path, label):
+        advice = "; copy or download it again"
+        with _said_of(f"{label}: {file.name} is damaged", advice), safe_open(file, "pt") as opened:
+            for name in list(opened.keys()):
+                shapes[name] = opened.get_slice(name).get_shape()
+    return shapes
 
 
 def _fetch(name: str, flag: str) -> str:
@@ -162,17 +197,11 @@ def find_critic(name: str, longest: int, flag: str, policy_path: str, *, has_hea
 
     has_head: it must be a sequence classifier with one label. Raises ValueError as find_model does.
     """
-    from safetensors import safe_open
-
     if not name:
         return ""
     path = find_model(name, longest, flag)
-    labels = 0
-    for file in _tensor_files(path, f"{flag} {name}"):
-        with safe_open(file, framework="pt") as tensors:
-            if "score.weight" in list(tensors.keys()):
-                labels = tensors.get_slice("score.weight").get_shape()[0]
-    if has_head and labels != 1:
+    head = _shapes(path, f"{flag} {name}").get("score.weight", [0])
+    if has_head and head[0] != 1:
         kind = "no sequence classifier with one label (score.weight [1, D])"
         raise ValueError(f"{flag} {name}: is {kind}")
     theirs = load_tokenizer(path, f"{flag} {name}").get_vocab()
@@ -184,13 +213,7 @@ def find_critic(name: str, longest: int, flag: str, policy_path: str, *, has_hea
 
 def memory_plan(path: str, master_dtype: str, frozen_copies: int) -> str:
     """What stays in a rank's memory while training the model at `path`, in GiB, as a line."""
-    from safetensors import safe_open
-
-    num_parameters = 0
-    for file in _tensor_files(path, path):
-        with safe_open(file, framework="pt") as tensors:
-            for name in list(tensors.keys()):
-                num_parameters += math.prod(tensors.get_slice(name).get_shape())
+    num_parameters = sum(map(math.prod, _shapes(path, path).values()))
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     gib = num_parameters / num_ranks / 2**30
     master = 4 if master_dtype == "float32" else 2
@@ -209,8 +232,9 @@ def stop_token_ids(path: str, *more: int | None) -> list[int]:
     ids = set(more) - {None}
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
-        eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
-        ids.update([eos] if isinstance(eos, int) else eos or [])
+        with _said_of(f"{file}: its eos_token_id is no list of token ids"):
+            eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+            ids.update(map(operator.index, [eos] if isinstance(eos, int) else eos or []))
     return sorted(ids)
 
 

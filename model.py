@@ -131,8 +131,12 @@ def _load(auto_class, hf_config, path: str, mesh, config, trainable, new=(), unu
             setattr(hf_config, name, 0.0)
     compute_dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
     dtype = getattr(torch, config.master_dtype) if trainable else compute_dtype
-    with parameters_on_meta():
-        model = auto_class.from_config(hf_config, dtype=dtype)
+    try:
+        with parameters_on_meta():
+            model = auto_class.from_config(hf_config, dtype=dtype)
+    except (LookupError, TypeError, AttributeError) as error:
+        why = f"Transformers makes no model of its config.json ({error!r})"
+        raise ValueError(f"{path}: {why}") from error
     _refuse_unsupported(model, path)
     model = shard(model, mesh, config, compute_dtype)
     load_shards(model, path, new=new, unused=unused)

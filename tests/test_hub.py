@@ -267,7 +267,23 @@ def test_positions_are_read_where_a_model_keeps_them(tmp_path):
     assert num_positions(Gemma3Config(text_config=text).get_text_config()) == 99
 
 
-@pytest.mark.parametrize("content", ["{not json", '{"model_type": "nothing"}', "[]", "{}"])
+QWEN = '{"model_type": "qwen2", '
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{not json",
+        '{"model_type": "nothing"}',
+        "[]",
+        "{}",
+        "[" * 100_000,
+        QWEN + '"num_hidden_layers": "2"}',
+        QWEN + '"layer_types": ["x"]}',
+        QWEN + '"rope_parameters": 3}',
+    ],
+    ids=lambda text: text[:50],
+)
 def test_a_config_that_is_of_no_model_is_refused_in_one_line(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match="--model .*: config.json is of no model for") as caught:
@@ -289,6 +305,93 @@ def test_files_that_the_index_names_and_others_beside_it(tmp_path, paths):
     (tmp_path / "model/model.safetensors").unlink()
     with pytest.raises(ValueError, match="--model .* has no model.safetensors and no index"):
         find_model(str(tmp_path / "model"), 8)
+
+
+def headers():
+    """Bytes that are no safetensors file: nothing, zeros, a pointer of Git LFS, half a header."""
+    yield from (b"", bytes(2000), b"version https://git-lfs.github.com/spec/v1\n", b"\xff" * 99)
+    yield (200).to_bytes(8, "little") + b'{"x": {"dtype": "F32", "shape": [1]'
+
+
+BROKEN = [("model.safetensors", content) for content in headers()]
+BROKEN += [
+    ("model.safetensors.index.json", content)
+    for content in (b"{", b"{}", b"[]", b"\xff", b'{"weight_map": []}', b'{"weight_map": {"a": 3}}')
+]
+
+
+@pytest.mark.parametrize(("name", "content"), BROKEN)
+def test_a_file_of_tensors_or_an_index_that_is_broken_is_refused_by_model_and_file(
+    tmp_path, paths, name, content
+):
+    """SafetensorError, KeyError 'weight_map': tracebacks without a file's name."""
+    shutil.copytree(paths["qwen2"], tmp_path / "m")
+    (tmp_path / "m" / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"^--critic.path .*/m: {name} (is|lists)") as refusal:
+        find_model(str(tmp_path / "m"), 8, "--critic.path")
+    assert "\n" not in str(refusal.value)
+
+
+def test_tensors_that_end_too_early_are_refused(tmp_path, paths):
+    shutil.copytree(paths["qwen2"], tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="--model .*: model.safetensors is damaged .*; copy or"):
+        find_model(str(tmp_path / "m"), 8)
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "[" * 100_000, '{"eos_token_id": "x"}', '{"eos_token_id": [1, null]}']
+)
+def test_stop_ids_that_are_none_are_refused_by_their_file(tmp_path, content):
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ValueError, match="/generation_config.json: its eos_token_id is no list"):
+        stop_token_ids(str(tmp_path))
+
+
+@pytest.mark.parametrize("factor", ["x", None, [2]])
+def test_a_rotary_scaling_without_a_number_is_refused(factor):
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    config.rope_parameters |= {"rope_type": "linear", "factor": factor}
+    with pytest.raises(ValueError, match="--model m: has a rotary scaling without a factor"):
+        num_positions(config, "--model m")
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("model", "type"), "Nonsense"),
+        (("decoder",), {"type": "Nonsense"}),
+        (("normalizer",), {"type": "Nonsense"}),
+        (("version",), "9.0"),
+        (("pre_tokenizer", "pattern"), {"Regex": "("}),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_a_tokenizer_of_a_type_that_is_not_known_is_refused_in_one_line(
+    tmp_path, paths, place, value
+):
+    """The tokenizers library raises a bare Exception."""
+    shutil.copytree(paths["qwen2"], tmp_path / "m")
+    file = tmp_path / "m" / "tokenizer.json"
+    whole = json.loads(file.read_text())
+    inner = whole
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    file.write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match="^--model a/b: its tokenizer does not load .*; save the"):
+        load_tokenizer(str(tmp_path / "m"), "--model a/b")
+
+
+def test_what_is_a_fault_of_our_own_is_no_broken_file():
+    from hub import _said_of
+
+    for kind in (AssertionError, KeyboardInterrupt, NotImplementedError):
+        with pytest.raises(kind), _said_of("--model a/b: is broken"):
+            raise kind
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "gemma3"])
