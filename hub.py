@@ -69,6 +69,7 @@ def load_tokenizer(path: str, label: str):
     with _said_of(f"{label}: its tokenizer does not load", f"; {advice}"):
         tokenizer = AutoTokenizer.from_pretrained(path)
         words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
+    tokenizer.clean_up_tokenization_spaces = False  # else "x != y" would be decoded as "x!= y"
     if not words:  # what Transformers makes of a directory without one
         raise ValueError(f"{label}: has no tokenizer; {advice}")
     return tokenizer

@@ -612,6 +612,22 @@ def test_five_steps_and_five_more_are_ten(tiny, files, tmp_path, world_size):
         ]
 
 
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+def test_a_run_that_has_all_its_steps_is_exported_and_ends(tiny, files, tmp_path, entry):
+    """prime-rl#3352: a resume with nothing left to do waited for ever. Here the model was lost, or
+    not yet written when the job was stopped.
+    """
+    run = dict(save_every=2)
+    whole = train(settings(tiny, files, tmp_path, entry, run=run))
+    expected = weights(whole)
+    written = (whole / "metrics.jsonl").read_text()
+    for file in (whole / "hf").iterdir():
+        file.unlink()
+    again = train(settings(tiny, files, tmp_path, entry, run=run | dict(resume=True)))
+    assert largest_difference(weights(again), expected) == 0
+    assert (again / "metrics.jsonl").read_text() == written
+
+
 def test_a_run_starts_from_an_earlier_ones_settings(tiny, files, tmp_path, monkeypatch):
     args = settings(
         tiny, files, tmp_path, num_steps=1, loss=dict(clip_high=0.3), data=dict(weights=(2.0,))

@@ -204,7 +204,7 @@ def test_the_other_files_of_a_model_are_copied_and_its_config_states_the_new_dty
     assert {p.name for p in out.iterdir()} == copied | {"merges.txt"}
 
 
-# Positions, and what is no model (sglang#26187)
+# Positions, and what is no model (sglang#26187, Soup#793)
 
 
 def configured(source, directory, remove=(), **changes):

@@ -18,8 +18,8 @@ from metrics import Metrics, measure_bandwidth, total
 
 
 def test_means_over_ranks_are_weighted_and_divided_once():
-    """verl#2995, trl#6369: a mean of per-rank means. 3 tokens of mean 1 and one of 2 are 1.25, not
-    1.5.
+    """verl#2995, trl#6369, #6380, #7012, #7047: a mean of per-rank means. 3 tokens
+    of mean 1 and one of 2 are 1.25, not 1.5.
     """
 
     def on_a_rank():

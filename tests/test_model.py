@@ -345,7 +345,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 @pytest.mark.parametrize(
     "change, message",
     [
-        # unsloth#6200: FP8 read without its scales, weights 1,000 times too large
+        # unsloth#6200, #6978: FP8 read without its scales, weights 1,000 times too large
         (dict(config={"quantization_config": {"quant_method": "fp8"}}), "is quantized; dequantize"),
         (
             dict(tensors={UP: torch.ones(90, 64).to(torch.float8_e4m3fn)}),
@@ -415,7 +415,9 @@ def sharded_files(source, directory, parts=2):
 
 
 def test_the_index_decides_which_file_holds_what(tmp_path, paths):
-    """mlx-vlm#1464: a third file, left from an earlier save, won. And an adapter beside them."""
+    """mlx-vlm#1464, vllm#54230, sglang#32279: a third file, left from an earlier save, won. And an
+    adapter beside them.
+    """
     tensors = sharded_files(paths["llama"], tmp_path / "model")
     stale = {name: torch.zeros_like(x) for name, x in tensors.items()}
     for name in ("model-00003-of-00003", "adapter_model", "consolidated"):
@@ -445,7 +447,9 @@ def test_the_index_decides_which_file_holds_what(tmp_path, paths):
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "GraniteMoe"])
 def test_a_mixture_of_experts_is_refused_as_such(tmp_path, name):
-    """verl#6896: "tensors are missing; save the model with save_pretrained", as it had been."""
+    """verl#6896, vllm#42577: "tensors are missing; save the model with save_pretrained", as it
+    had been.
+    """
     import transformers
 
     sizes = dict(

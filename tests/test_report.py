@@ -122,8 +122,8 @@ def test_the_first_samples_of_each_step_are_written_and_survive_a_resume_whateve
 
 
 def test_wandb_gets_one_call_per_step_with_the_trainers_step_also_after_a_resume(tmp_path, wandb):
-    """prime-rl#1516, wandb#10628: several calls per step, implicit counters, steps that are dropped
-    in silence.
+    """prime-rl#1516, wandb#10628, verl#2783, allenai/tango#152: several calls per step, implicit
+    counters, steps that are dropped in silence.
     """
     config = LogConfig(wandb_project="mine", plot_every=0)
     logged = []

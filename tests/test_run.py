@@ -336,8 +336,9 @@ def wrong_values(kind):
 
 @pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
 def test_a_file_with_a_value_of_another_type_is_refused_by_the_settings_flag(entry):
-    """scaleapi/vero#22: a typo in a choice fell into the last branch; trl#1450: "1e-6" is a text,
-    "false" is true. Every setting of every group, with each kind of wrong value.
+    """scaleapi/vero#22: a typo in a choice fell into the last branch; trl#1450,
+    LlamaFactory#8505, #4149: "1e-6" is a text, "false" is true. Every setting of every group, with
+    each kind of wrong value.
     """
     num_refused = 0
     for path, kind in settings_of(entry.Args()):
