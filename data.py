@@ -60,9 +60,9 @@ class DataConfig:
             raise ValueError(f"--data.max-prompt-tokens {limit}: must be at least 1; try 512")
         if self.long_prompts not in ("drop", "refuse"):
             raise ValueError(f"--data.long-prompts {self.long_prompts}: must be drop or refuse")
-        if not all(0 < weight < float("inf") for weight in self.weights):
+        if not all(0 < weight < 1e100 for weight in self.weights):
             shares = " ".join(map(str, self.weights))
-            raise ValueError(f"--data.weights {shares}: must be finite and above 0")
+            raise ValueError(f"--data.weights {shares}: must be above 0 and below 1e100")
         flag = f"--data.template-options {self.template_options}"
         with _explained(f"{flag}: not JSON"):
             options = json.loads(self.template_options)

@@ -80,12 +80,14 @@ class OptimConfig:
             raise ValueError(
                 f"--optim.betas {self.betas[0]} {self.betas[1]}: must be in [0, 1); try 0.9 0.98"
             )
-        if self.warmup_steps < 0 or self.weight_decay < 0 or self.max_grad_norm <= 0:
-            raise ValueError(
-                f"--optim.warmup-steps {self.warmup_steps}, --optim.weight-decay "
-                f"{self.weight_decay}: at least 0; "
-                f"--optim.max-grad-norm {self.max_grad_norm}: above 0 (inf switches clipping off)"
-            )
+        for name, holds, rule in (
+            ("warmup-steps", self.warmup_steps >= 0, "at least 0"),
+            ("weight-decay", 0 <= self.weight_decay <= 1, "from 0 to 1"),
+            ("max-grad-norm", self.max_grad_norm > 0, "above 0 (inf switches clipping off)"),
+        ):
+            if not holds:
+                value = getattr(self, name.replace("-", "_"))
+                raise ValueError(f"--optim.{name} {value}: must be {rule}")
 
 
 def load_policy(

@@ -177,8 +177,8 @@ def check(args: Any) -> None:
     require(args.num_steps >= 1, "--num-steps", args.num_steps, "at least 1; try 200")
     rate = args.learning_rate
     require(0 < rate < 1, "--learning-rate", rate, "above 0 and below 1; try 1e-6")
-    require(args.seed >= 0, "--seed", args.seed, "at least 0")
-    require(0 < args.timeout_s < 1e7, "--timeout-s", args.timeout_s, "above 0; try 3600")
+    require(0 <= args.seed < 2**32, "--seed", args.seed, "at least 0, and below 2^32")
+    require(1 <= args.timeout_s < 1e7, "--timeout-s", args.timeout_s, "at least 1; try 3600")
     require(args.eval_every >= 0, "--eval-every", args.eval_every, "at least 0 (never)")
     require(args.eval_samples >= 0, "--eval-samples", args.eval_samples, "at least 0 (none)")
     if args.eval_every == 0:

@@ -35,7 +35,7 @@ from typing import Any
 FILE = os.path.abspath(__file__)
 BUILT_IN = {"math": "math_reward", "exact": "exact_rewards", "reasoning_gym": "gym_reward"}
 MAX_PRINTED = 4000
-MAX_REWARD = 3.4028234663852886e38  # of fp32
+MAX_REWARD = 1e18  # its square, in a critic's loss, must be finite in fp32
 BATCH = {"responses", "completions"}
 ALIASES = {"prompts": "prompt", "responses": "response", "completions": "response"}  # TRL's names
 ALIASES |= {"solution_str": "response", "answers": "answer", "ground_truth": "answer"}  # verl's
@@ -198,7 +198,7 @@ def _outcome(value: Any) -> Outcome:
     with contextlib.suppress(Exception):
         if math.isfinite(value) and abs(float(value)) <= MAX_REWARD:
             return float(value), ""
-    return None, f"returned {value!r:.200}: must be one finite number of fp32"
+    return None, f"returned {value!r:.200}: must be one finite number, at most 1e18 in size"
 
 
 def post(url: str, sample: dict, time_limit_s: float) -> float:

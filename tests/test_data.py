@@ -724,9 +724,9 @@ def test_reasoning_gym_problems_bring_the_entry_that_their_verifier_needs(make_t
     ("setting", "message"),
     [
         (dict(max_prompt_tokens=0), "--data.max-prompt-tokens 0"),
-        (dict(weights=(1.0, 0.0)), "--data.weights 1.0 0.0: must be finite and above 0"),
-        (dict(weights=(1.0, math.inf)), "--data.weights 1.0 inf: must be finite and above 0"),
-        (dict(weights=(math.nan,)), "--data.weights nan: must be finite and above 0"),
+        (dict(weights=(1.0, 0.0)), "--data.weights 1.0 0.0: must be above 0 and below 1e100"),
+        (dict(weights=(1.0, math.inf)), "--data.weights 1.0 inf: must be above 0 and below 1e100"),
+        (dict(weights=(math.nan,)), "--data.weights nan: must be above 0 and below 1e100"),
         (dict(long_prompts="cut"), "--data.long-prompts cut: must be drop or refuse"),
         (
             dict(template_options='{"tokenize": true}'),

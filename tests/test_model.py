@@ -740,7 +740,7 @@ def test_the_learning_rate_rises_to_the_peak_and_falls_to_a_tenth_of_it():
 
 def test_bad_optimizer_settings_are_refused_with_their_values():
     with pytest.raises(
-        ValueError, match="--optim.max-grad-norm 0: above 0 .inf switches clipping off."
+        ValueError, match="--optim.max-grad-norm 0: must be above 0 .inf switches clipping off."
     ):
         OptimConfig(max_grad_norm=0)
     with pytest.raises(ValueError, match="--optim.warmup-steps -1.*at least 0"):

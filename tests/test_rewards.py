@@ -456,7 +456,7 @@ def test_whole_numbers_booleans_and_fractions_are_rewards(capfd):
 
 @pytest.mark.parametrize(
     ("values", "weights"),
-    [((1e308, 1e308), ()), ((3e38, 3e38), ()), ((1e30,), (1e30,)), ((3e38, -3e38), (2.0, -2.0))],
+    [((1e308, 1e308), ()), ((1e18, 1e18), ()), ((1e18,), (1e18,)), ((1e18, -1e18), (2.0, -2.0))],
 )
 def test_a_weighted_sum_that_is_not_finite_in_fp32_is_an_error(values, weights, capfd):
     """Tencent-Hunyuan/UniRL#330, huggingface/trl#5775: group statistics run in fp32."""

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import math
 import os
 import re
 import signal
@@ -354,6 +355,28 @@ def test_a_file_with_a_value_of_another_type_is_refused_by_the_settings_flag(ent
             assert "\n" not in message
             num_refused += 1
     assert num_refused > 200
+
+
+# Beyond these a number means "no limit", or is only compared with others.
+LIMITS = {"clip_high", "importance_cap", "target_kl", "value_clip", "max_grad_norm", "weights"}
+LIMITS |= {"mismatch_alarm", "entropy_alarm", "max_error_frac"}
+
+
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("value", [1e300, 1e39, -1e39, math.inf, -math.inf])
+def test_a_number_that_fp32_does_not_hold_is_refused_unless_it_is_a_limit(entry, value):
+    """A coefficient of 1e39 is finite as a setting, and 0 times it NaN in the loss."""
+    for path, kind in settings_of(entry.Args()):
+        is_several = typing.get_origin(kind) is tuple and float in typing.get_args(kind)
+        if not (kind is float or is_several) or (path[-1] in LIMITS and value > 0):
+            continue
+        nested = [value] * (2 if path[-1] == "betas" else 1) if is_several else value
+        for name in reversed(path):
+            nested = {name: nested}
+        with pytest.raises(ValueError, match="^--.*: must be"):
+            from_json(entry.Args(), nested)
+    with pytest.raises(ValueError, match="^--seed .*: must be at least 0, and below 2.32"):
+        from_json(entry.Args(), {"seed": 10**30})
 
 
 @pytest.mark.parametrize(

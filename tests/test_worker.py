@@ -39,6 +39,8 @@ BAD_VALUES = [
     torch.tensor(1e39, dtype=torch.float64),
     Decimal("1e40"),
     2**130,
+    3e38,  # its square is not
+    -1.01e18,
 ]
 
 
