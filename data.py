@@ -273,7 +273,7 @@ def _parse_row(row: dict) -> tuple[list[dict], Any, dict]:
 
 def _is_empty(value: Any) -> bool:
     is_blank = isinstance(value, str) and not value.strip()
-    return is_blank or value is None or value == [] or value != value  # NaN: a table's empty cell
+    return is_blank or value in (None, [], {}) or value != value  # NaN: a table's empty cell
 
 
 def _to_messages(name: str, prompt: Any) -> list[dict]:

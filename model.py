@@ -76,18 +76,16 @@ class OptimConfig:
     """Decay rates of Adam's two moments."""
 
     def __post_init__(self):
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(
-                f"--optim.betas {self.betas[0]} {self.betas[1]}: must be in [0, 1); try 0.9 0.98"
-            )
         for name, holds, rule in (
+            ("betas", all(0 <= x < 1 for x in self.betas), "in [0, 1); try 0.9 0.98"),
             ("warmup-steps", self.warmup_steps >= 0, "at least 0"),
             ("weight-decay", 0 <= self.weight_decay <= 1, "from 0 to 1"),
             ("max-grad-norm", self.max_grad_norm > 0, "above 0 (inf switches clipping off)"),
         ):
             if not holds:
                 value = getattr(self, name.replace("-", "_"))
-                raise ValueError(f"--optim.{name} {value}: must be {rule}")
+                shown = " ".join(map(str, value)) if name == "betas" else value
+                raise ValueError(f"--optim.{name} {shown}: must be {rule}")
 
 
 def load_policy(
@@ -137,8 +135,9 @@ def _load(auto_class, hf_config, path: str, mesh, config, trainable, new=(), unu
         with parameters_on_meta():
             model = auto_class.from_config(hf_config, dtype=dtype)
     except (LookupError, TypeError, AttributeError) as error:
-        why = f"Transformers makes no model of its config.json ({error!r})"
-        raise ValueError(f"{path}: {why}") from error
+        raise ValueError(
+            f"{path}: Transformers makes no model of config.json ({error!r})"
+        ) from None
     _refuse_unsupported(model, path)
     model = shard(model, mesh, config, compute_dtype)
     load_shards(model, path, new=new, unused=unused)
@@ -151,8 +150,9 @@ def _load(auto_class, hf_config, path: str, mesh, config, trainable, new=(), unu
 
 def _refuse_unsupported(model: nn.Module, path: str) -> None:
     """ValueError for what loads and would be trained wrongly, or is stored by other names."""
-    for name, value in vars(model.config.get_text_config()).items():
-        if re.search("logits?_scal|logits?_mult|lm_head_mult", name) and value not in (None, 1.0):
+    config = model.config.get_text_config()
+    for name in filter(re.compile("logits?_(scal|mult)|lm_head_mult").search, dir(config)):
+        if getattr(config, name) not in (None, 1.0):
             raise ValueError(f"{path}: models that scale their logits ({name}) are not supported")
     for name, p in model.named_parameters():
         if p.ndim > 2 or re.search("expert|moe", name):
@@ -295,10 +295,13 @@ def _refuse_other_tensors(model, path: str, stored, parameters, new, unused) -> 
     missing = [names[0] for names in parameters if not stored.keys() & {*names, *new}]
     missing = [name for name in missing if name not in new]
     more = [name for name in stored if name not in known and not re.search(skipped, name)]
+    advice = "save the model with save_pretrained(dir)"
+    if missing and more:
+        advice = f"{more[0]} is there; a model of other names in the file is not supported"
     for problem, names in {"missing": missing, "not this model's": more}.items():
         if names:
             which = f"{len(names)} tensors of {kind} are {problem}: {', '.join(names[:4])}"
-            raise ValueError(f"{path}: {which}; save the model with save_pretrained(dir)")
+            raise ValueError(f"{path}: {which}; {advice}")
     for name in stored.keys() - set(unused):
         dtype = stored[name].get_dtype()
         if dtype not in ("F64", "F32", "F16", "BF16"):

@@ -306,6 +306,7 @@ def test_a_conversation_that_ends_in_the_assistants_words_goes_on_there():
         ({"prompt": "1+1", "reward_model": {"ground_truth": 0}, "answer": "4"}, 0),
         ({"prompt": None, "question": "1+1", "answer": "4"}, "4"),
         ({"prompt": [], "question": "1+1", "answer": "4"}, "4"),
+        ({"prompt": "1+1", "answer": {}, "solution": ["4", "5"]}, ["4", "5"]),
         ({"prompt": "", "question": "1+1", "answer": "4"}, "4"),
         ({"question": "1+1", "answer": None, "solution": None}, ""),
     ],

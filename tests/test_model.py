@@ -378,6 +378,31 @@ def test_files_that_hold_another_model_than_their_names_say_are_refused(
     run_ranks(1, job)
 
 
+@pytest.mark.parametrize("setting", [{"hidden_act": "x"}, {"rope_parameters": {"rope_type": "x"}}])
+def test_a_config_of_which_transformers_makes_no_model_is_refused(tmp_path, paths, setting):
+    path = altered(paths["qwen2"], tmp_path / "model", config=setting)
+
+    def job():
+        with pytest.raises(ValueError, match="Transformers makes no model of config.json .Key"):
+            load(str(path))
+
+    run_ranks(1, job)
+
+
+def test_tensors_that_transformers_renames_are_refused_as_such(tmp_path):
+    """GPT-NeoX: "missing; save the model with save_pretrained", as it had been."""
+    from transformers import AutoModelForCausalLM, GPTNeoXConfig
+
+    sizes = dict(vocab_size=14, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    AutoModelForCausalLM.from_config(GPTNeoXConfig(**sizes)).save_pretrained(tmp_path)
+
+    def job():
+        with pytest.raises(ValueError, match="missing: lm_head.weight; embed_out.weight is there;"):
+            load(str(tmp_path))
+
+    run_ranks(1, job)
+
+
 def test_names_and_copies_that_mean_the_same_model_load(tmp_path, paths):
     """A tied head that is an equal copy, or stands alone; frequencies that old files bring."""
     tensors = load_file(f"{paths['qwen2']}/model.safetensors")
