@@ -135,9 +135,7 @@ def _load(auto_class, hf_config, path: str, mesh, config, trainable, new=(), unu
         with parameters_on_meta():
             model = auto_class.from_config(hf_config, dtype=dtype)
     except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path}: Transformers makes no model of config.json ({error!r})"
-        ) from None
+        raise ValueError(f"{path}: config.json makes no model ({error!r})") from None
     _refuse_unsupported(model, path)
     model = shard(model, mesh, config, compute_dtype)
     load_shards(model, path, new=new, unused=unused)

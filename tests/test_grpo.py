@@ -792,7 +792,7 @@ def parse(monkeypatch, *flags):
             ["--prompts-per-step 7", "--num-minibatches 2", "try --prompts-per-step 8"],
         ),
         ("--tokens-per-row 15", ["--tokens-per-row 15", "at least 16", "--data.max-prompt-tokens"]),
-        ("--rollout.temperature 0", ["--rollout.temperature 0.0", "above 0", "try 1.0"]),
+        ("--rollout.temperature 0", ["--rollout.temperature 0.0", "from 0.01", "try 1.0"]),
         ("--rollout.top-p 0.9", ["--rollout.top-p 0.9", "must be 1"]),
         ("--num-steps 0", ["--num-steps 0", "at least 1"]),
         ("--learning-rate 0", ["--learning-rate 0.0", "above 0"]),

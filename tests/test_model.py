@@ -383,7 +383,7 @@ def test_a_config_of_which_transformers_makes_no_model_is_refused(tmp_path, path
     path = altered(paths["qwen2"], tmp_path / "model", config=setting)
 
     def job():
-        with pytest.raises(ValueError, match="Transformers makes no model of config.json .Key"):
+        with pytest.raises(ValueError, match="config.json makes no model .Key"):
             load(str(path))
 
     run_ranks(1, job)
