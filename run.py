@@ -47,7 +47,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 @dataclass(frozen=True)
 class RunConfig:
     output_dir: str = "runs"
-    """Directory of all runs."""
+    """Directory of all runs, on a file system that all hosts share."""
     name: str = "run"
     """The run's own directory in it; an earlier run of that name is renamed, unless resumed."""
     save_every: int = 0
@@ -119,8 +119,7 @@ class RunConfig:
 
     def _changes(self, known: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         """{flag: (its value in config.json, its value in `known`)} where they differ."""
-        file = self.directory / "config.json"
-        earlier = _flat(_read_settings(file, "--resume")) if file.exists() else {}
+        earlier = _flat(_read_settings(self.directory / "config.json", "--resume"))
         now = _flat(known)
         return {flag: (x, now.get(flag)) for flag, x in earlier.items() if x != now.get(flag)}
 

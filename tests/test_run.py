@@ -302,6 +302,8 @@ def test_a_resume_says_in_a_line_each_what_else_is_set_otherwise_now(tmp_path, c
 def test_a_resume_with_a_torn_settings_file_is_refused_by_its_name(tmp_path):
     run = RunConfig(str(tmp_path), "x", resume=True)
     (tmp_path / "x" / "checkpoints" / "step-000001").mkdir(parents=True)
+    with pytest.raises(ValueError, match="--resume .*/x/config.json: no such file; give an earl"):
+        run.check(Settings())  # whatever differs now would go on without a word
     for text in ('{"seed": ', "[" * 100_000, "[]"):
         (tmp_path / "x" / "config.json").write_text(text)
         with pytest.raises(ValueError, match="--resume .*/x/config.json: is not a JSON object"):
