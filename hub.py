@@ -143,16 +143,16 @@ def _tensor_files(path: str, label: str) -> list[Path]:
     return files
 
 
-def _shapes(path: str, label: str) -> dict[str, list[int]]:
-    """The shape of each tensor in the model's files, by its name."""
+def _shapes(path: str, label: str) -> list[tuple[str, list[int]]]:
+    """(name, shape) of each tensor in the model's files."""
     from safetensors import safe_open
 
-    shapes = {}
+    shapes = []
     for file in _tensor_files(path, label):
         advice = "; copy or download it again"
         with _said_of(f"{label}: {file.name} is damaged", advice), safe_open(file, "pt") as opened:
             for name in list(opened.keys()):
-                shapes[name] = opened.get_slice(name).get_shape()
+                shapes.append((name, opened.get_slice(name).get_shape()))
     return shapes
 
 
@@ -207,7 +207,7 @@ def _find_scorer(name: str, longest: int, policy_path: str, flag: str, has_head:
     if not name:
         return ""
     path = find_model(name, longest, flag)
-    head = _shapes(path, f"{flag} {name}").get("score.weight", [0])
+    head = dict(_shapes(path, f"{flag} {name}")).get("score.weight", [0])
     if has_head and head[0] != 1:
         kind = "no sequence classifier with one label (score.weight [1, D])"
         raise ValueError(f"{flag} {name}: is {kind}")
@@ -220,7 +220,7 @@ def _find_scorer(name: str, longest: int, policy_path: str, flag: str, has_head:
 
 def memory_plan(path: str, master_dtype: str, frozen_copies: int) -> str:
     """What stays in a rank's memory while training the model at `path`, in GiB, as a line."""
-    num_parameters = sum(map(math.prod, _shapes(path, path).values()))
+    num_parameters = sum(math.prod(shape) for _, shape in _shapes(path, path))
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     gib = num_parameters / num_ranks / 2**30
     master = 4 if master_dtype == "float32" else 2
