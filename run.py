@@ -82,7 +82,6 @@ class RunConfig:
                 raise ValueError(f"--model {path}: {where}; give another --name")
         if self.resume:
             self._check_resume(_to_json(settings))
-        self.directory.mkdir(parents=True, exist_ok=True)  # an OSError names what can't be made
         if os.environ.get("RANK", "0") == "0" and (self.directory / "lock").exists():
             os.close(self._lock())
 

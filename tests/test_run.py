@@ -210,17 +210,6 @@ def test_the_lock_of_a_process_that_was_killed_holds_nobody_up(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"x", "x.1"}
 
 
-def test_a_directory_that_cannot_be_made_is_refused_before_a_model_is_loaded(tmp_path):
-    (tmp_path / "file").touch()
-    for path, name in (
-        (tmp_path / "file", "x"),
-        (tmp_path / "file" / "y", "x"),
-        (tmp_path, "x" * 300),
-    ):
-        with pytest.raises(OSError, match=str(tmp_path)):
-            RunConfig(str(path), name).check(Settings())
-
-
 def test_a_resume_with_another_seed_is_refused_and_leaves_the_settings_as_they_were(tmp_path):
     """They were overwritten first, and a later --config began with the refused ones."""
     run = RunConfig(str(tmp_path), "x", resume=True)
