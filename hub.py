@@ -36,22 +36,23 @@ from torch import Tensor
 def find_model(name: str, longest: int, flag: str = "--model") -> str:
     """The local directory of a model: `name` if it is one, else its snapshot from the Hub.
 
-    Collective. Raises ValueError, which begins with `flag`, for a directory without config.json,
-    for a Hub name that cannot be fetched, for files that are missing, and for a model with fewer
-    positions than `longest`, the tokens of a prompt with its response.
+    Collective. Raises ValueError, which begins with `flag`: no config.json, a Hub name that cannot
+    be fetched, a model that is no decoder, files that are missing or damaged, or fewer positions
+    than `longest`, the tokens of a prompt with its response.
     """
     path = name if Path(name).exists() else _fetch(name, flag)
+    label = f"{flag} {name}"
     if not (Path(path) / "config.json").exists():
         advice = "give a Hugging Face model directory or a Hub name"
-        raise ValueError(f"{flag} {name}: has no config.json; {advice}")
-    positions = num_positions(_config(path, f"{flag} {name}"), f"{flag} {name}")
+        raise ValueError(f"{label}: has no config.json; {advice}")
+    positions = num_positions(_config(path, label), label)
     if positions is not None and longest > positions:
         lengths = "--data.max-prompt-tokens + --rollout.max-response-tokens"
         half = positions // 2
         advice = f"lower one of them; try {half} and {positions - half}"
         has = f"has {positions} positions, {lengths} want {longest}"
-        raise ValueError(f"{flag} {name}: {has}; {advice}")
-    _tensor_files(path, f"{flag} {name}")
+        raise ValueError(f"{label}: {has}; {advice}")
+    _shapes(path, label)
     return path
 
 
@@ -73,14 +74,20 @@ def load_tokenizer(path: str, label: str):
 
 
 def _config(path: str, label: str):
-    """The configuration of the model's text part, in the spelling of this Transformers."""
-    from transformers import AutoConfig
+    """The configuration of a decoder's text part, in the spelling of this Transformers."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
+    damage = (StrictDataclassError, ValueError, OSError, KeyError, TypeError, AttributeError)
     try:
-        return AutoConfig.from_pretrained(path).get_text_config()
-    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        config = AutoConfig.from_pretrained(path)
+    except damage as error:
         why = " ".join(str(error).split())[:200]
         raise ValueError(f"{label}: config.json is of no model for Transformers ({why})") from None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = f"is of the type {config.model_type}, which is no decoder of text alone"
+        raise ValueError(f"{label}: {kind}; give a causal language model")
+    return config.get_text_config()
 
 
 def num_positions(config, label: str = "model") -> int | None:
@@ -113,11 +120,41 @@ def _tensor_files(path: str, label: str) -> list[Path]:
         raise ValueError(f"{label}: has no {single.name} and no index of several; {advice}")
     if not index.exists():
         return [single]
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    file_of = _read_json(index, label).get("weight_map")
+    if not isinstance(file_of, dict):
+        raise ValueError(f"{label}: {index.name} has no weight_map; copy it again")
+    names = sorted(set(file_of.values()))
     for name in names:
         if not (Path(path) / name).exists():
             raise ValueError(f"{label}: {name}, which {index.name} names, is missing")
     return [Path(path) / name for name in names]
+
+
+def _shapes(path: str, label: str) -> dict[str, list[int]]:
+    """{name: shape} of the model's tensors, by the headers of its files."""
+    from safetensors import SafetensorError, safe_open
+
+    shapes = {}
+    for file in _tensor_files(path, label):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in list(tensors.keys()):
+                    shapes[name] = tensors.get_slice(name).get_shape()
+        except (SafetensorError, OSError) as error:
+            what = f"{file.name} cannot be read ({error})"
+            raise ValueError(f"{label}: {what}; copy it again") from None
+    return shapes
+
+
+def _read_json(file: Path, label: str) -> dict:
+    """The object in a JSON file; ValueError, which begins with `label`, without one."""
+    try:
+        found = json.loads(file.read_text())
+    except (ValueError, RecursionError):  # ValueError also if it is no UTF-8
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{label}: {file.name} is no JSON object; copy it again")
+    return found
 
 
 def _fetch(name: str, flag: str) -> str:
@@ -162,16 +199,10 @@ def find_critic(name: str, longest: int, flag: str, policy_path: str, *, has_hea
 
     has_head: it must be a sequence classifier with one label. Raises ValueError as find_model does.
     """
-    from safetensors import safe_open
-
     if not name:
         return ""
     path = find_model(name, longest, flag)
-    labels = 0
-    for file in _tensor_files(path, f"{flag} {name}"):
-        with safe_open(file, framework="pt") as tensors:
-            if "score.weight" in list(tensors.keys()):
-                labels = tensors.get_slice("score.weight").get_shape()[0]
+    labels = _shapes(path, f"{flag} {name}").get("score.weight", [0])[0]
     if has_head and labels != 1:
         kind = "no sequence classifier with one label (score.weight [1, D])"
         raise ValueError(f"{flag} {name}: is {kind}")
@@ -184,13 +215,7 @@ def find_critic(name: str, longest: int, flag: str, policy_path: str, *, has_hea
 
 def memory_plan(path: str, master_dtype: str, frozen_copies: int) -> str:
     """What stays in a rank's memory while training the model at `path`, in GiB, as a line."""
-    from safetensors import safe_open
-
-    num_parameters = 0
-    for file in _tensor_files(path, path):
-        with safe_open(file, framework="pt") as tensors:
-            for name in list(tensors.keys()):
-                num_parameters += math.prod(tensors.get_slice(name).get_shape())
+    num_parameters = sum(math.prod(shape) for shape in _shapes(path, path).values())
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     gib = num_parameters / num_ranks / 2**30
     master = 4 if master_dtype == "float32" else 2
@@ -204,12 +229,12 @@ def memory_plan(path: str, master_dtype: str, frozen_copies: int) -> str:
 
 def stop_token_ids(path: str, *more: int | None) -> list[int]:
     """All ids that end a response: of generation_config.json and config.json at `path`, and `more`
-    (a tokenizer's).
+    (a tokenizer's). ValueError for a file that is damaged.
     """
     ids = set(more) - {None}
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
-        eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+        eos = _read_json(file, path).get("eos_token_id") if file.exists() else None
         ids.update([eos] if isinstance(eos, int) else eos or [])
     return sorted(ids)
 
@@ -241,7 +266,9 @@ def save_safetensors(
     held: dict[str, Tensor] = {}
 
     def flush() -> None:
-        save_file(held, out_dir / f"part-{len(files):05d}.safetensors", metadata={"format": "pt"})
+        file = out_dir / f"part-{len(files):05d}.safetensors"
+        save_file(held, file, metadata={"format": "pt"})
+        file.chmod(out_dir.stat().st_mode & 0o666)  # not 0600: whoever sees the directory reads it
         files.append(list(held))
         held.clear()
 

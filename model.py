@@ -323,6 +323,8 @@ def _load_rows(parameter: Tensor, rows, label: str) -> None:
         start = min(num_rows * mesh.get_local_rank(axis), parameter.shape[0])
     if local.numel():
         local.copy_(rows[start : start + local.shape[0]])
+        if not torch.isfinite(local).all():
+            raise ValueError(f"{label} holds NaN or infinities; give a model without")
 
 
 def clean_name(name: str) -> str:
