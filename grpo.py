@@ -50,6 +50,7 @@ import metrics
 import model
 import offload
 import packing
+import plan
 import report
 import reshard
 import rollout
@@ -118,7 +119,7 @@ class Args:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self):
-        run.check(self)  # the rules that all scripts share
+        plan.check(self)  # the rules that all scripts share
         require = run.require
         tries = self.resample_tries
         require(tries >= 1, "--resample-tries", tries, "at least 1")
@@ -232,7 +233,7 @@ def main(asked: Args) -> None:
 def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt], Scorer]:
     """(model directory, tokenizer, stream, evaluation prompts, scorer), before memory is taken."""
     scorer = Scorer(args.reward)
-    path = hub.find_model(args.model_path, run.longest(args))
+    path = hub.find_model(args.model_path, plan.longest(args))
     tokenizer = hub.load_tokenizer(path, f"--model {args.model_path}")
     datasets, eval_sets = data.load_all(args.data_paths, args.eval_paths, tokenizer, args.data)
     data.require_columns([*datasets, *eval_sets], scorer.wanted)
@@ -241,7 +242,7 @@ def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt],
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)
     copies = 1 if args.loss.kl_coef else 0
     size = hub.memory_plan(path, args.model.master_dtype, copies)
-    run.print_plan(args, datasets, eval_sets, model=f"{path}: {size}")
+    plan.print_plan(args, datasets, eval_sets, model=f"{path}: {size}")
     return path, tokenizer, stream, [p for prompts in eval_sets for p in prompts], scorer
 
 

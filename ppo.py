@@ -38,6 +38,7 @@ import metrics
 import model
 import offload
 import packing
+import plan
 import report
 import reshard
 import rollout
@@ -107,7 +108,7 @@ class Args:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self):
-        run.check(self)  # the rules that all scripts share
+        plan.check(self)  # the rules that all scripts share
         every = self.rollout_every
         run.require(every >= 1, "--rollout-every", every, "at least 1")
         counts = {"--eval-every": self.eval_every, "--save-every": self.run.save_every}
@@ -225,7 +226,7 @@ def main(asked: Args) -> None:
 def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Prompt], Scorer]:
     """([policy's, critic's, reward model's directory], tokenizer, stream, eval prompts, scorer)."""
     scorer = Scorer(args.reward)
-    longest = run.longest(args)
+    longest = plan.longest(args)
     path = hub.find_model(args.model_path, longest)
     tokenizer = hub.load_tokenizer(path, f"--model {args.model_path}")
     reward_path = hub.find_critic(
@@ -241,7 +242,7 @@ def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Pr
     frozen = 1 if args.loss.kl_coef or args.gae.kl_coef else 0
     size = f"{path}: {hub.memory_plan(path, args.model.master_dtype, frozen)}"
     critic_size = hub.memory_plan(critic_path, args.model.master_dtype, 1 if reward_path else 0)
-    run.print_plan(args, datasets, eval_sets, policy=size, critic=critic_size)
+    plan.print_plan(args, datasets, eval_sets, policy=size, critic=critic_size)
     eval_prompts = [prompt for prompts in eval_sets for prompt in prompts]
     return [path, critic_path, reward_path], tokenizer, stream, eval_prompts, scorer
 

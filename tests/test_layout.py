@@ -18,6 +18,7 @@ MACHINE = {"model", "attention", "lora", "rollout", "vllm_backend", "hf_backend"
 MACHINE |= {"reshard", "comms", "exchange", "offload"}
 RUN = {
     "run",
+    "plan",
     "hub",
     "rewards",
     "worker",
