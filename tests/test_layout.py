@@ -26,7 +26,9 @@ RUN = {
     "expressions",
     "checkpoint",
     "metrics",
+    "hardware",
     "report",
+    "curves",
     "autotune",
     "check",
 }
