@@ -219,7 +219,7 @@ def main(asked: Args) -> None:
                     policy.zero_grad()  # neither this step is taken nor any later one of the batch
                     break
                 norm = model.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
-                meter.update({"actor/grad_norm": norm, "actor/lr": rate})
+                meter.add_update("actor", norm, rate)
 
         # 6. Report, save. The last evaluation is of the model that is exported.
         if args.eval_every and step + 1 == args.num_steps:
@@ -372,14 +372,13 @@ def actor_gradients(
     args: Args, policy: nn.Module, rows: list[PackedRow], totals: dict[str, int], meter
 ) -> Tensor:
     """Add the gradients of a minibatch to the policy; returns this rank's share of ppo_kl."""
+    temperature = args.rollout.temperature
     kl = torch.zeros((), device=rows[0].tokens.device)
     for i, row in enumerate(rows):
         # Gradients are reduced over ranks once, behind the last row: until then they add up here.
         is_last = i == len(rows) - 1
         policy.set_requires_gradient_sync(is_last or args.model.reduce_every_row)
-        current, entropy = logprobs.token_logprobs(
-            policy, row, temperature=args.rollout.temperature
-        )
+        current, entropy = logprobs.token_logprobs(policy, row, temperature=temperature)
         limit = args.rollout.max_response_tokens
         loss, stats = losses.actor_loss(current, entropy, row, totals, args.loss, limit)
         loss.backward()

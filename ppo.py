@@ -349,7 +349,7 @@ def update(
     for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
         critic_gradients(args, critic, rows[m], totals[m], meter)
         norm = model.optimizer_step(critic, critic_optimizer, critic_rate, args.optim.max_grad_norm)
-        meter.update({"critic/grad_norm": norm, "critic/lr": critic_rate})
+        meter.add_update("critic", norm, critic_rate)
         if not actor_learns:
             continue
         kl = actor_gradients(args, policy, rows[m], totals[m], meter)
@@ -358,7 +358,7 @@ def update(
             actor_learns = False
             continue
         norm = model.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
-        meter.update({"actor/grad_norm": norm, "actor/lr": rate})
+        meter.add_update("actor", norm, rate)
 
 
 def critic_gradients(
@@ -379,14 +379,13 @@ def actor_gradients(
     args: Args, policy: nn.Module, rows: list[PackedRow], totals: dict[str, int], meter
 ) -> Tensor:
     """Add the gradients of a minibatch to the policy; returns this rank's share of ppo_kl."""
+    temperature = args.rollout.temperature
     kl = torch.zeros((), device=rows[0].tokens.device)
     for i, row in enumerate(rows):
         # Gradients are reduced over ranks once, behind the last row: until then they add up here.
         is_last = i == len(rows) - 1
         policy.set_requires_gradient_sync(is_last or args.model.reduce_every_row)
-        current, entropy = logprobs.token_logprobs(
-            policy, row, temperature=args.rollout.temperature
-        )
+        current, entropy = logprobs.token_logprobs(policy, row, temperature=temperature)
         limit = args.rollout.max_response_tokens
         loss, stats = losses.actor_loss(current, entropy, row, totals, args.loss, limit)
         loss.backward()
