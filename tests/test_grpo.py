@@ -1111,3 +1111,4 @@ def test_help_names_every_default(monkeypatch, capsys):
         for name in group if isinstance(group, dict) else ():
             assert name.replace("_", "-") in text, name
     assert "--loss.normalize" in text and "(default: token)" in text
+    assert "--config FILE" in text  # a new user's finding: it stood in the README alone
