@@ -62,6 +62,7 @@ import report
 import reshard
 import rollout
 import run
+import sampling
 import scheduler
 import vllm_backend
 from advantages import AdvantageConfig
@@ -72,8 +73,9 @@ from model import ModelConfig, OptimConfig
 from packing import BatchConfig, PackedRow
 from report import LogConfig
 from rewards import RewardConfig, Scorer
-from rollout import Group, RolloutConfig
+from rollout import RolloutConfig
 from run import RunConfig
+from sampling import Group
 
 # What a rank without samples puts in its rows.
 EMPTY = packing.empty_sequence("advantages", "rollout_logprobs")
@@ -298,7 +300,7 @@ def sync(args: Args, policy: nn.Module, engine: rollout.Engine, meter) -> None:
 def evaluate(args: Args, engine, scorer, tokenizer, prompts: list[data.Prompt], meter) -> None:
     """Greedy reward and, of --eval-samples k, mean@k and pass@k, on the held-out prompts."""
     seed = data.sampling_seed(args.seed, "eval")
-    rollout.evaluate(engine, scorer, tokenizer, prompts, args.eval_samples, seed, meter)
+    sampling.evaluate(engine, scorer, tokenizer, prompts, args.eval_samples, seed, meter)
 
 
 def sample_groups(args: Args, step: int, engine, scorer, tokenizer, stream, meter) -> list[Group]:
@@ -314,11 +316,11 @@ def sample_groups(args: Args, step: int, engine, scorer, tokenizer, stream, mete
         prompts = stream.take(num_missing)
         seed = data.sampling_seed(args.seed, step, attempt)
         with meter.timer("rollout"):
-            drawn = rollout.draw(engine, scorer, tokenizer, prompts, size, seed)
+            drawn = sampling.draw(engine, scorer, tokenizer, prompts, size, seed)
         with meter.timer("reward"):
             rewards, stats = scorer.collect(len(drawn) * size)
         meter.update(stats, len(rewards), prefix="reward/")
-        for group in rollout.to_groups(prompts, drawn, rewards):
+        for group in sampling.to_groups(prompts, drawn, rewards):
             meter.add_group(group.prompt.source, group.rewards, group.rollouts)
             if args.resample_tries == 1 or advantages.has_spread(group.rewards):
                 kept.append(group._replace(position=num_seen + group.position))

@@ -45,6 +45,7 @@ import report
 import reshard
 import rollout
 import run
+import sampling
 import scheduler
 import vllm_backend
 from advantages import GaeConfig, KlController
@@ -55,8 +56,9 @@ from model import ModelConfig, OptimConfig
 from packing import BatchConfig, PackedRow
 from report import LogConfig
 from rewards import RewardConfig, Scorer
-from rollout import Group, RolloutConfig
+from rollout import RolloutConfig
 from run import RunConfig
+from sampling import Group
 
 # What a rank without samples puts in its rows.
 EMPTY = packing.empty_sequence("scores", "rollout_logprobs")
@@ -170,7 +172,7 @@ def main(asked: Args) -> None:
             with meter.timer("rollout"):
                 seed = data.sampling_seed(args.seed, first, 0)
                 rule = None if reward_model else scorer
-                drawn = rollout.draw(engine, rule, tokenizer, prompts, args.batch.group_size, seed)
+                drawn = sampling.draw(engine, rule, tokenizer, prompts, args.batch.group_size, seed)
 
         # 2. Score, by the rule or by the reward model.
         with meter.timer("reward"), offloader.present(reward_model):
@@ -232,10 +234,8 @@ def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Pr
     longest = plan.longest(args)
     path = hub.find_model(args.model_path, longest)
     tokenizer = hub.load_tokenizer(path, f"--model {args.model_path}")
-    reward_path = hub.find_critic(
-        args.reward_model_path, longest, "--reward-model", path, has_head=True
-    )
-    own_path = hub.find_critic(args.critic.path, longest, "--critic.path", path, has_head=False)
+    reward_path = hub.find_reward_model(args.reward_model_path, longest, path)
+    own_path = hub.find_critic(args.critic.path, longest, path)
     critic_path = own_path or reward_path or path
     datasets, eval_sets = data.load_all(args.data_paths, args.eval_paths, tokenizer, args.data)
     data.require_columns(eval_sets if reward_path else [*datasets, *eval_sets], scorer.wanted)
@@ -297,7 +297,7 @@ def sync(args: Args, policy: nn.Module, engine: rollout.Engine, meter) -> None:
 def evaluate(args: Args, engine, scorer, tokenizer, prompts: list[data.Prompt], meter) -> None:
     """Greedy reward and, of --eval-samples k, mean@k and pass@k, on the held-out prompts."""
     seed = data.sampling_seed(args.seed, "eval")
-    rollout.evaluate(engine, scorer, tokenizer, prompts, args.eval_samples, seed, meter)
+    sampling.evaluate(engine, scorer, tokenizer, prompts, args.eval_samples, seed, meter)
 
 
 def score(args: Args, prompts, drawn, scorer: Scorer, reward_model, meter) -> list[Group]:
@@ -310,7 +310,7 @@ def score(args: Args, prompts, drawn, scorer: Scorer, reward_model, meter) -> li
         texts = [packing.sequence(each.prompt_ids, each.response_ids) for each in sampled]
         rows = packing.pack_alike(texts, args.batch.tokens_per_row)
         rewards = logprobs.model_scores(reward_model, rows)
-    groups = rollout.to_groups(prompts, drawn, rewards)
+    groups = sampling.to_groups(prompts, drawn, rewards)
     for group in groups:
         meter.add_group(group.prompt.source, group.rewards, group.rollouts)
     return groups

@@ -32,6 +32,7 @@ import hub
 import rewards
 import rollout
 import run
+import sampling
 import scheduler
 import vllm_backend
 
@@ -131,7 +132,7 @@ def main() -> None:
 
     def once(seed: int) -> None:
         engine.backend.forget_prefixes()
-        drawn = rollout.draw(engine, scorer, tokenizer, prompts, args.samples, seed)
+        drawn = sampling.draw(engine, scorer, tokenizer, prompts, args.samples, seed)
         scorer.collect(len(drawn) * args.samples)
 
     runs = []

@@ -15,8 +15,8 @@ from tiny import save_tiny
 from hub import (
     copy_model_files,
     export,
-    find_critic,
     find_model,
+    find_reward_model,
     load_tokenizer,
     memory_plan,
     num_positions,
@@ -324,7 +324,7 @@ def test_a_damaged_file_of_tensors_is_named_before_a_plan_is_made(tmp_path, path
     with pytest.raises(ValueError, match=f"^--model {directory}: {unread}"):
         find_model(str(directory), 8)
     with pytest.raises(ValueError, match=f"^--reward-model {directory}: {unread}"):
-        find_critic(str(directory), 8, "--reward-model", paths["qwen2"], has_head=True)
+        find_reward_model(str(directory), 8, paths["qwen2"])
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": []}', "\xff"])
