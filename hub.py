@@ -41,22 +41,23 @@ BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportErr
 def find_model(name: str, longest: int, flag: str = "--model") -> str:
     """The local directory of a model: `name` if it is one, else its snapshot from the Hub.
 
-    Collective. Raises ValueError, which begins with `flag`, for a directory without config.json,
-    for a Hub name that cannot be fetched, for files that are missing or broken, and for a model
-    with fewer positions than `longest`, the tokens of a prompt with its response.
+    Collective. Raises ValueError, which begins with `flag`: no config.json, a Hub name that cannot
+    be fetched, a model that is no decoder, files that are missing or damaged, or fewer positions
+    than `longest`, the tokens of a prompt with its response.
     """
     path = name if Path(name).exists() else _fetch(name, flag)
+    label = f"{flag} {name}"
     if not (Path(path) / "config.json").exists():
         advice = "give a Hugging Face model directory or a Hub name"
-        raise ValueError(f"{flag} {name}: has no config.json; {advice}")
-    positions = num_positions(_config(path, f"{flag} {name}"), f"{flag} {name}")
+        raise ValueError(f"{label}: has no config.json; {advice}")
+    positions = num_positions(_config(path, label), label)
     if positions is not None and longest > positions:
         lengths = "--data.max-prompt-tokens + --rollout.max-response-tokens"
         half = positions // 2
         advice = f"lower one of them; try {half} and {positions - half}"
         has = f"has {positions} positions, {lengths} want {longest}"
-        raise ValueError(f"{flag} {name}: {has}; {advice}")
-    _shapes(path, f"{flag} {name}")
+        raise ValueError(f"{label}: {has}; {advice}")
+    _shapes(path, label)
     return path
 
 
@@ -76,11 +77,15 @@ def load_tokenizer(path: str, label: str):
 
 
 def _config(path: str, label: str):
-    """The configuration of the model's text part, in the spelling of this Transformers."""
-    from transformers import AutoConfig
+    """The configuration of a decoder's text part, in the spelling of this Transformers."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     with _said_of(f"{label}: config.json is of no model for Transformers"):
-        return AutoConfig.from_pretrained(path).get_text_config()
+        config = AutoConfig.from_pretrained(path)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = f"is of the type {config.model_type}, which is no decoder of text alone"
+        raise ValueError(f"{label}: {kind}; give a causal language model")
+    return config.get_text_config()
 
 
 @contextlib.contextmanager
@@ -134,7 +139,7 @@ def _tensor_files(path: str, label: str) -> list[Path]:
         raise ValueError(f"{label}: has no {single.name} and no index of several; {advice}")
     if not index.exists():
         return [single]
-    with _said_of(f"{label}: {index.name} lists no files of tensors"):
+    with _said_of(f"{label}: {index.name} lists no files", "; copy it again"):
         names = set(json.loads(index.read_text())["weight_map"].values())
         files = [Path(path) / name for name in sorted(names)]
     for file in files:
@@ -149,8 +154,8 @@ def _shapes(path: str, label: str) -> list[tuple[str, list[int]]]:
 
     shapes = []
     for file in _tensor_files(path, label):
-        advice = "; copy or download it again"
-        with _said_of(f"{label}: {file.name} is damaged", advice), safe_open(file, "pt") as opened:
+        what = f"{label}: {file.name} cannot be read"
+        with _said_of(what, "; copy it again"), safe_open(file, "pt") as opened:
             for name in list(opened.keys()):
                 shapes.append((name, opened.get_slice(name).get_shape()))
     return shapes
@@ -234,12 +239,12 @@ def memory_plan(path: str, master_dtype: str, frozen_copies: int) -> str:
 
 def stop_token_ids(path: str, *more: int | None) -> list[int]:
     """All ids that end a response: of generation_config.json and config.json at `path`, and `more`
-    (a tokenizer's).
+    (a tokenizer's). ValueError for a file that is damaged.
     """
     ids = set(more) - {None}
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
-        with _said_of(f"{file}: its eos_token_id is no list of token ids"):
+        with _said_of(f"{path}: {name} has no list of token ids", "; copy it again"):
             eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
             ids.update(map(operator.index, [eos] if isinstance(eos, int) else eos or []))
     return sorted(ids)
@@ -272,7 +277,9 @@ def save_safetensors(
     held: dict[str, Tensor] = {}
 
     def flush() -> None:
-        save_file(held, out_dir / f"part-{len(files):05d}.safetensors", metadata={"format": "pt"})
+        file = out_dir / f"part-{len(files):05d}.safetensors"
+        save_file(held, file, metadata={"format": "pt"})
+        file.chmod(out_dir.stat().st_mode & 0o666)  # not 0600: whoever sees the directory reads it
         files.append(list(held))
         held.clear()
 

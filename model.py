@@ -91,8 +91,7 @@ class OptimConfig:
 def load_policy(
     path: str, mesh: DeviceMesh, config: ModelConfig | None = None, *, trainable: bool = True
 ) -> nn.Module:
-    """The causal language model at `path` as FSDP2 shards over `mesh`, in training mode without
-    dropout.
+    """The causal language model at `path` as FSDP2 shards over `mesh`, to train without dropout.
 
     Collective. trainable False: a frozen reference, in the compute dtype (bf16 on GPU, fp32 on
     CPU). Raises ValueError for a model that cannot be trained here (experts, scaled logits,
@@ -107,8 +106,7 @@ def load_policy(
 def load_critic(
     path: str, mesh: DeviceMesh, config: ModelConfig | None = None, *, trainable: bool = True
 ) -> nn.Module:
-    """The decoder at `path` under a head `score` of one number per token (sequence classification
-    with one label).
+    """The decoder at `path` under a head `score`: a number per token, a classifier of one label.
 
     As load_policy. A checkpoint without the head, such as the policy's, gets a head of zeros: first
     values are 0. trainable False: a frozen reward model, which must bring its head.
@@ -330,6 +328,8 @@ def _load_rows(parameter: Tensor, rows, label: str) -> None:
         start = min(num_rows * mesh.get_local_rank(axis), parameter.shape[0])
     if local.numel():
         local.copy_(rows[start : start + local.shape[0]])
+        if not torch.isfinite(local).all():
+            raise ValueError(f"{label} holds NaN or infinities; give a model without")
 
 
 def clean_name(name: str) -> str:

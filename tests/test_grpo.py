@@ -421,11 +421,12 @@ def test_a_target_kl_ends_the_step_early(tiny, files, tmp_path):
     def num_optimizer_steps(target_kl):
         changes = dict(num_steps=1, batch=dict(num_epochs=3), loss=dict(target_kl=target_kl))
         count, train_with = counting(tmp_path / f"count{target_kl}")
-        train(
+        directory = train(
             settings(tiny, files, tmp_path / str(target_kl), **changes),
             2,
             **{"model.optimizer_step": train_with},
         )
+        assert count() == 2 * records(directory)[0]["actor/num_updates"]
         return count()
 
     assert num_optimizer_steps(0.0) == 2 * 6 and num_optimizer_steps(1e-9) == 2 * 1  # on two ranks
@@ -492,6 +493,16 @@ def test_a_step_with_nothing_to_learn_from_changes_no_weight(tiny, files, tmp_pa
     for record in records(directory):
         assert record["response_length/clip_ratio"] == 1 and "actor/grad_norm" not in record
         assert all(value is None or math.isfinite(value) for value in record.values())
+
+
+def test_a_run_whose_responses_are_all_masked_says_so(tiny, files, tmp_path, capfd):
+    """A new user's finding: it ran to its end, and said where the trained model is."""
+    changes = dict(rollout=dict(ignore_eos=True), log=dict(zero_std_alarm=2))
+    for is_masked in (True, False):
+        own = dict(advantage=dict(mask_truncated=is_masked), **changes)
+        train(settings(tiny, files, tmp_path / str(is_masked), **own))
+        told = "warning: the policy has had no gradient for 2 steps: are all responses masked"
+        assert (told in capfd.readouterr().out) == is_masked
 
 
 def test_one_rank_with_only_masked_responses_does_not_hang_the_other(tiny, files, tmp_path):
@@ -1133,3 +1144,4 @@ def test_help_names_every_default(monkeypatch, capsys):
         for name in group if isinstance(group, dict) else ():
             assert name.replace("_", "-") in text, name
     assert "--loss.normalize" in text and "(default: token)" in text
+    assert "--config FILE" in text  # a new user's finding: it stood in the README alone

@@ -16,6 +16,7 @@ from hub import (
     copy_model_files,
     export,
     find_model,
+    find_reward_model,
     load_tokenizer,
     memory_plan,
     num_positions,
@@ -154,6 +155,16 @@ def test_tensors_that_are_views_of_one_buffer_are_written_one_by_one(tmp_path):
     assert (tmp_path / "model.safetensors").stat().st_size < 25 * 4 + 400
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o750])
+def test_who_sees_the_directory_reads_the_model(tmp_path, mode):
+    """A new user's finding: the file of tensors was its owner's alone."""
+    tmp_path.chmod(mode)
+    buckets = [[(f"x{i}", torch.zeros(10))] for i in range(3)]
+    save_safetensors(buckets, tmp_path, max_shard_bytes=40)
+    files = list(tmp_path.glob("*.safetensors"))
+    assert len(files) == 3 and {file.stat().st_mode & 0o777 for file in files} == {mode & 0o666}
+
+
 def test_all_ranks_take_part_in_an_export_and_the_first_writes(tmp_path):
     from safetensors.torch import load_file
 
@@ -281,6 +292,7 @@ QWEN = '{"model_type": "qwen2", '
         QWEN + '"num_hidden_layers": "2"}',
         QWEN + '"layer_types": ["x"]}',
         QWEN + '"rope_parameters": 3}',
+        '{"model_type": "llama", "hidden_size": "64"}',
     ],
     ids=lambda text: text[:50],
 )
@@ -289,6 +301,54 @@ def test_a_config_that_is_of_no_model_is_refused_in_one_line(tmp_path, content):
     with pytest.raises(ValueError, match="--model .*: config.json is of no model for") as caught:
         find_model(str(tmp_path), 8)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("kind", ["t5", "vit", "qwen2_vl"])
+def test_a_model_that_is_no_decoder_is_refused_by_its_kind(tmp_path, kind):
+    """A new user's finding: the names of 100 classes, in a traceback, after the plan."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    refusal = f"^--model {tmp_path}: is of the type {kind}, which is no decoder of text alone; give"
+    with pytest.raises(ValueError, match=refusal):
+        find_model(str(tmp_path), 8)
+
+
+TORN = {
+    "cut in its header": lambda data: data[:1000],
+    "cut in its tensors": lambda data: data[:-1000],
+    "another format": lambda data: b"PK\x03\x04" + data,
+    "empty": lambda data: b"",
+}
+
+
+@pytest.mark.parametrize("damage", TORN)
+def test_a_damaged_file_of_tensors_is_named_before_a_plan_is_made(tmp_path, paths, damage):
+    """A new user's finding: a SafetensorError in a traceback, without a flag or a file."""
+    directory = tmp_path / "model"
+    shutil.copytree(paths["qwen2"], directory)
+    file = directory / "model.safetensors"
+    file.write_bytes(TORN[damage](file.read_bytes()))
+    unread = r"model.safetensors cannot be read \(.*\); copy it again$"
+    with pytest.raises(ValueError, match=f"^--model {directory}: {unread}"):
+        find_model(str(directory), 8)
+    with pytest.raises(ValueError, match=f"^--reward-model {directory}: {unread}"):
+        find_reward_model(str(directory), 8, paths["qwen2"])
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": []}', "\xff"])
+def test_a_damaged_index_of_tensors_is_named(tmp_path, paths, text):
+    directory = tmp_path / "model"
+    shutil.copytree(paths["qwen2"], directory)
+    (directory / "model.safetensors.index.json").write_text(text, encoding="latin-1")
+    unread = "model.safetensors.index.json .*; copy it again$"
+    with pytest.raises(ValueError, match=f"^--model {directory}: {unread}"):
+        find_model(str(directory), 8)
+
+
+def test_a_damaged_generation_config_is_named(tmp_path):
+    for text in ("{", "[]"):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ValueError, match=f"^{tmp_path}: generation_config.json has no list of"):
+            stop_token_ids(str(tmp_path))
 
 
 def test_files_that_the_index_names_and_others_beside_it(tmp_path, paths):
@@ -327,7 +387,9 @@ def test_a_file_of_tensors_or_an_index_that_is_broken_is_refused_by_model_and_fi
     """SafetensorError, KeyError 'weight_map': tracebacks without a file's name."""
     shutil.copytree(paths["qwen2"], tmp_path / "m")
     (tmp_path / "m" / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"^--critic.path .*/m: {name} (is|lists)") as refusal:
+    with pytest.raises(
+        ValueError, match=f"^--critic.path .*/m: {name} .*; copy it again$"
+    ) as refusal:
         find_model(str(tmp_path / "m"), 8, "--critic.path")
     assert "\n" not in str(refusal.value)
 
@@ -336,7 +398,7 @@ def test_tensors_that_end_too_early_are_refused(tmp_path, paths):
     shutil.copytree(paths["qwen2"], tmp_path / "m")
     file = tmp_path / "m" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="--model .*: model.safetensors is damaged .*; copy or"):
+    with pytest.raises(ValueError, match="--model .*: model.safetensors cannot be read .*; copy"):
         find_model(str(tmp_path / "m"), 8)
 
 
@@ -345,7 +407,7 @@ def test_tensors_that_end_too_early_are_refused(tmp_path, paths):
 )
 def test_stop_ids_that_are_none_are_refused_by_their_file(tmp_path, content):
     (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(ValueError, match="/generation_config.json: its eos_token_id is no list"):
+    with pytest.raises(ValueError, match="^/.*: generation_config.json has no list of token ids"):
         stop_token_ids(str(tmp_path))
 
 

@@ -27,6 +27,7 @@ MACHINE = {
 MACHINE |= {"reshard", "comms", "exchange", "offload"}
 RUN = {
     "run",
+    "plan",
     "hub",
     "rewards",
     "worker",

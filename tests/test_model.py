@@ -328,6 +328,27 @@ def test_what_cannot_be_loaded_is_refused_by_name(tmp_path, paths):
     run_ranks(1, job)
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_model_with_numbers_that_are_none_is_refused_before_it_samples(tmp_path, paths, number):
+    """A new user's finding: "probability tensor contains either inf, nan" in a traceback, and a
+    reward model's NaN in that of a reward.
+    """
+    stored = load_file(f"{paths['qwen2']}/model.safetensors")[UP]
+    stored[-1, 3] = number
+    policy = altered(paths["qwen2"], tmp_path / "policy", tensors={UP: stored})
+    head = torch.full((1, 64), number)
+    judge = altered(paths["qwen2"], tmp_path / "judge", tensors={"score.weight": head})
+
+    def job():
+        with pytest.raises(ValueError, match=f"policy: {UP} holds NaN or infinities; give a model"):
+            load(str(policy))
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+        with pytest.raises(ValueError, match="judge: score.weight holds NaN or infinities"):
+            load_critic(str(judge), mesh, trainable=False)
+
+    run_ranks(1, job)
+
+
 def altered(source, directory, *, config=None, tensors=None, remove=()):
     """A copy of a model's directory with other settings and tensors."""
     shutil.copytree(source, directory)

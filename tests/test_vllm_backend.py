@@ -6,6 +6,7 @@ import pytest
 import torch
 from engines import EOS, FP32, LIMIT, PROMPTS, Kept, differences, facts
 from lab import lab
+from test_grpo import flags, run_command
 from tiny import save_tiny
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -208,3 +209,44 @@ def test_on_a_gpu_the_engine_is_asked_for_it_unless_its_weights_have_8_bits(monk
         backend = VllmBackend("", RolloutConfig(**setting), **sizes)
         assert backend.fp32_residual is expected
         assert backend._arguments()["additional_config"] == {"fp32_residual": expected}
+
+
+# What vLLM does not take
+
+
+@pytest.mark.parametrize("step", ["_build", "_warm_up"])
+@pytest.mark.parametrize("kind", [RuntimeError, AssertionError, NotImplementedError])
+def test_what_vllm_raises_is_a_line_with_the_other_engines_name(monkeypatch, step, kind):
+    """A new user's finding: 80 lines of traceback, and not that the plain engine would do."""
+
+    def fail(*arguments):
+        raise kind("no kernel\n  for heads of 16")
+
+    for each in ("_build", "_warm_up"):
+        monkeypatch.setattr(VllmBackend, each, fail if each == step else lambda *arguments: None)
+    sizes = dict(dtype=torch.bfloat16, max_model_len=8, num_samples=4, stop_ids=[EOS], seed=0)
+    why = rf"{kind.__name__}: no kernel for heads of 16, test_vllm_backend.py:\d+"
+    told = rf"^--rollout.engine vllm: does not take the model \({why}\); .*--rollout.engine hf$"
+    with pytest.raises(ValueError, match=told):
+        VllmBackend("", RolloutConfig(), **sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "num_ranks", "why"),
+    [
+        (dict(num_attention_heads=4, head_dim=16), 0, "head_dim=16"),
+        (dict(hidden_size=96, num_attention_heads=3), 2, "heads (3) must be divisible by tensor"),
+    ],
+    ids=["heads of 16", "3 heads on 2 ranks"],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="limits of vLLM on a CPU")
+def test_a_model_that_vllm_does_not_take_is_refused_in_a_line(
+    files, tmp_path, sizes, num_ranks, why
+):
+    path = save_tiny(tmp_path / "model", "llama", **sizes)
+    more = ["--rollout.tensor-parallel-size", str(num_ranks)] if num_ranks else []
+    _, code, output = run_command(*flags(path, files, tmp_path, *more), num_ranks=num_ranks)
+    told = [line for line in output.splitlines() if "error: --rollout.engine vllm" in line]
+    assert code != 0 and len(set(told)) == 1 and why in told[0] and "engine hf" in told[0], output
+    assert num_ranks or "Traceback" not in output  # of torchrun, where there are several

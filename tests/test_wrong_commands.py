@@ -50,9 +50,11 @@ def refusal(words, entry, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_60_wrong_command_lines_are_refused_by_the_flag(entry, group, tiny, monkeypatch, capfd):
+def test_60_wrong_command_lines_are_refused_by_the_flag(
+    entry, group, tiny, files, monkeypatch, capfd
+):
     """Each flag that can be wrong, of both scripts: two draws of 60."""
-    own = ["--model", tiny, "--data.max-prompt-tokens", "16", "--rollout.max-response-tokens", "8"]
+    own = ["--data", str(files / "16.jsonl"), *SMALL, tiny]
     failed = []
     for words, flag in wrong_commands(ENTRIES[entry][0].Args(), 60, seed=0):
         told = refusal([*own, *words], entry, monkeypatch, capfd)
