@@ -18,7 +18,7 @@ both = pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
         (dict(num_steps=0), "--num-steps 0: must be at least 1; try 200"),
         (dict(learning_rate=1.0), "--learning-rate 1.0: must be above 0 and below 1; try 1e-6"),
         (dict(seed=-5), "--seed -5: must be at least 0"),
-        (dict(timeout_s=0.0), "--timeout-s 0.0: must be above 0; try 3600"),
+        (dict(timeout_s=0.0), "--timeout-s 0.0: must be at least 1; try 3600"),
         (dict(eval_every=-1), "--eval-every -1: must be at least 0"),
         (dict(eval_samples=4), "--eval-samples 4: must be 0, or with --eval-every 20"),
         (dict(eval_paths=["a", "b"]), "--eval-data a b: must be with --eval-every 20"),
