@@ -335,11 +335,12 @@ def copy_model_files(path: str | Path, out_dir: str | Path, dtype: torch.dtype) 
     """Copy config, tokenizer and generation config of the model at `path`; config.json states
     `dtype`. Rank 0 only.
     """
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
-    for pattern in ("*.json", "*.jinja", "*.model", "*.txt"):
-        for file in Path(path).glob(pattern):
-            if not file.name.endswith(".index.json"):
-                shutil.copy(file, Path(out_dir) / file.name)
+    patterns = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja")
+    for file in itertools.chain.from_iterable(map(Path(path).glob, patterns)):
+        if not file.name.endswith(".index.json"):
+            copied = Path(out_dir) / file.relative_to(path)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, copied)
     config_file = Path(out_dir) / "config.json"
     config = json.loads(config_file.read_text())
     config.pop("torch_dtype", None)  # the older name of the same field

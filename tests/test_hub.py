@@ -203,7 +203,10 @@ def test_the_other_files_of_a_model_are_copied_and_its_config_states_the_new_dty
         (model / name).write_text(name)
     (model / "model.safetensors.index.json").write_text("{}")
     (model / "model.safetensors").write_text("weights")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("for tools")
     copy_model_files(model, out, torch.bfloat16)
+    assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "for tools"
     assert json.loads((out / "config.json").read_text()) == {"hidden_size": 8, "dtype": "bfloat16"}
     copied = {
         "config.json",
@@ -212,7 +215,8 @@ def test_the_other_files_of_a_model_are_copied_and_its_config_states_the_new_dty
         "chat_template.jinja",
         "tokenizer.model",
     }
-    assert {p.name for p in out.iterdir()} == copied | {"merges.txt"}
+    copied |= {"merges.txt", "additional_chat_templates"}
+    assert {p.name for p in out.iterdir()} == copied
 
 
 # Positions, and what is no model (sglang#26187, Soup#793)
