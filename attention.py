@@ -149,11 +149,11 @@ def packed_attention(
         or s_aux is not None
         or attention_mask is not None
         or query.shape[0] != 1
+        or query.shape[-1] != value.shape[-1]  # latent attention
     ):
         raise ValueError(
-            f"{type(module).__name__}: packed attention takes one row without a mask, "
-            "and has no soft-cap or attention "
-            f"sinks; use {SUITABLE}"
+            f"{type(module).__name__}: packed attention takes one row without a mask, values as "
+            f"long as keys, and has no soft-cap or attention sinks; use {SUITABLE}"
         )
     if dropout:
         advice = "set attention_dropout of its config to 0"
