@@ -9,6 +9,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -33,7 +34,7 @@ from jobs import (
 )
 from lab import lab
 from ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import save_tiny
 
 import grpo
@@ -193,8 +194,6 @@ def test_the_gradient_of_one_token_has_the_size_that_a_hand_computes(tmp_path, w
     is sqrt(D) behind a norm of weight 1. The other three sequences have no token to learn from, and
     the four are in four rows, or on four ranks.
     """
-    from safetensors.torch import save_file
-
     path = save_tiny(tmp_path, "llama")
     tensors = load_file(f"{path}/model.safetensors")
     tensors["lm_head.weight"].zero_()
@@ -953,6 +952,27 @@ def test_bad_data_are_refused_before_a_model_is_loaded(tiny, files, tmp_path):
     assert f"--model {tmp_path / 'no-model'}: no such directory" in found
     found = refused(settings(tiny, files, tmp_path / "out", reward=dict(functions=("nonsense",))))
     assert "nonsense" in found and "exact" in found
+
+
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("rows", [0, 2], ids=["NaN", "another shape"])
+def test_a_model_that_does_not_load_leaves_the_earlier_run_where_it_is(
+    tiny, files, tmp_path, entry, rows
+):
+    """A new user's finding: the good run of that name was renamed, and a traceback stood there."""
+    tensors = load_file(f"{tiny}/model.safetensors")
+    name = "model.norm.weight"
+    tensors[name] = torch.zeros(rows) if rows else tensors[name] * math.nan
+    shutil.copytree(tiny, tmp_path / "model")
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    args = settings(str(tmp_path / "model"), files, tmp_path / "out", entry)
+    earlier = tmp_path / "out" / "run" / "config.json"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("{}")
+    with pytest.raises(SystemExit, match=f"^error: {tmp_path / 'model'}: {name} ") as stop:
+        train(args)
+    assert "\n" not in str(stop.value.code)
+    assert earlier.read_text() == "{}" and len(list((tmp_path / "out").iterdir())) == 1
 
 
 def test_prompts_over_the_limit_are_dropped_and_counted(tiny, files, tmp_path, capfd):
