@@ -230,7 +230,7 @@ class Scorer:
             self._idle.get().kill()
 
 
-def score(functions, samples: list[dict], *, time_limit_s=5.0, num_workers=4) -> Scores:
+def score(functions: Any, samples: list[dict], *, time_limit_s=5.0, num_workers=4) -> Scores:
     """(rewards, stats) of `samples` by one function or a list of them, specs or callables.
 
     Errors are counted, not raised.
