@@ -1,7 +1,7 @@
 """Rewards: foreign functions turn each response into one number, in worker processes with limits.
 
 The problem. A reward function is foreign code, run on text of a policy that finds its weak spots: a
-search that never ends, one None among 8 siblings that makes 8 advantages NaN. And 256 samples of
+search that never ends, one None in a group of 8 that makes 8 advantages NaN. And 256 samples of
 50 ms, one after another, are 12.8 s of idle GPU in each step.
 
 How it works. Scorer keeps num_workers processes that run worker.py, which must lie beside this
@@ -162,8 +162,8 @@ class Scorer:
         """Waits for samples 0..num_samples-1; returns (rewards, stats).
 
         stats: error_frac, timeout_frac, and <function>_mean of each function.
-        RuntimeError if more than max_error_frac of a function's samples fail; the scorer is then
-        at its end.
+        RuntimeError if more than max_error_frac of a function's samples fail; the scorer
+        can't be used after that.
         """
         config = self.config
         complete = sorted(self._samples) == list(range(num_samples))
@@ -193,7 +193,7 @@ class Scorer:
         return rewards, stats
 
     def _outcomes(self, name: str, samples: list[dict]) -> list[Outcome]:
-        """Of all samples, or of those up to the error that is one too many."""
+        """Of all samples; if too many fail, of those up to the error that exceeds the limit."""
         if self._batched[name]:
             return self._call(name, samples) if samples else []
         outcomes: list[Outcome] = []

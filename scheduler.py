@@ -187,7 +187,7 @@ class ClosedBatch:
         return num_running > 0 and (num_waiting == 0 or num_free < enough)
 
     def _num_steps(self, num_tokens: Tensor, num_left: Tensor) -> int:
-        """Steps for which the pool has blocks, for rows of so many tokens; 0: not for 16."""
+        """Steps for which the pool has blocks, for rows of num_tokens [R]; 0 if below 16."""
         num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         num_steps = TOKENS_AHEAD
         while num_steps >= 16:
@@ -369,7 +369,7 @@ class ClosedBatch:
         return ended
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args, **kwargs) -> bool:
-        """No key is found again; with True, all that run start anew."""
+        """Cached prefixes are forgotten; with True, the requests that run start anew."""
         if reset_running_requests and self.window is not None:
             self._close()
         return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
