@@ -86,7 +86,7 @@ def test_the_command_line_goes_over_an_earlier_runs_settings(tmp_path, monkeypat
             "error: --config nowhere.json: no such file; give an earlier run's config.json",
         ),
         (["--num-steps", "0"], "error: .*--num-steps 0: at least 1"),
-        (["--num-stepz", "1"], "error: .*--num-stepz"),
+        (["--num-stepz", "1"], "^error: Unrecognized options: --num-stepz"),
         (["--num-steps", "many"], "error: .*many"),
         (
             ["--config", __file__],
