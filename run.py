@@ -314,7 +314,7 @@ def _take(argv: list[str], flag: str) -> str | None:
 
 def _without_frame(text: str, argv: list[str]) -> str:
     """tyro's message as one line, without its frame and its advice."""
-    line = " ".join(re.sub(r"[^\x21-\x7e]+", " ", text).split())
+    line = " ".join(re.sub(r"[^\x21-\x7e]+|-{9,}", " ", text).split())
     line = re.sub(r"^Value error Error parsing \S+: |^\w+ options (?=U)| For full help.*", "", line)
     stray = line.removeprefix("Unrecognized options: ").split(" ")[0]
     if stray in argv[1:] and not stray.startswith("-") and "Unrecognized options:" in line:
