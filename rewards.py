@@ -41,7 +41,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
