@@ -5,11 +5,11 @@
 
 A critic says what score V to expect before each token, V' before the next. R is A + V_old.
     reward       r = score at the last token - kl_coef (log pi_old - log ref)
-                                                                     advantages.token_rewards
+                                                                        advantages.token_rewards
     advantage    A_i = sum_k (gamma lambda)^k (r + gamma V' - V)_(i+k)  advantages.gae
-    surrogate    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))  losses.policy_loss
-    value loss   1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)     losses.value_loss
-    each summed over response tokens / their number in the minibatch losses.{actor,critic}_loss
+    surrogate    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))     losses.policy_loss
+    value loss   1/2 max((V - R)^2, (clip(V, V_old -+ c) - R)^2)        losses.value_loss
+    each summed over response tokens / their number in the minibatch    losses.{actor,critic}_loss
 
 Sources: Schulman 2017 (arXiv:1707.06347), Ouyang 2022 (InstructGPT, arXiv:2203.02155).
 """
