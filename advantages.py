@@ -1,10 +1,10 @@
 """Group advantages, GAE, and a cache that cannot return yesterday's advantages.
 
 The problem. A reward says how good a response is; the gradient needs how much better it is than
-expected. GRPO compares each response with its siblings: G samples of one prompt form a group, and
-no critic is needed. PPO asks a critic, token by token. Both are a few lines, and both go wrong in
-silence: statistics over the batch instead of the group (answers to an easy prompt all look good), a
-NaN from the deviation of identical rewards, a reward that lands on a pad.
+expected. GRPO compares each response with its group, the G samples of one prompt; no critic is
+needed. PPO asks a critic, token by token. Both are a few lines, and both go wrong in silence:
+statistics over the batch instead of the group (answers to an easy prompt all look good), a NaN from
+the deviation of identical rewards, a reward that lands on a pad.
 
 How it works. Groups are rows of a matrix [P, G], P prompts and G samples per prompt, so that a
 group cannot be torn:
@@ -51,8 +51,8 @@ MAX_REWARD = 1e18  # sums and squares are far from where fp32 ends
 @dataclass(frozen=True)
 class AdvantageConfig:
     baseline: Baseline = "group"
-    """What a reward is compared with: the mean of its group (GRPO), its siblings (RLOO) or the
-    batch (REINFORCE)."""
+    """What a reward is compared with: the mean of its group (GRPO), of the others in the group
+    (RLOO) or of the batch (REINFORCE)."""
     scale_by_std: bool = True
     """Divide by the standard deviation of the group (of the batch with baseline batch); off: Dr.
     GRPO."""

@@ -17,7 +17,7 @@ before the run. pi_sampler is pi_old as the engine computes it: other kernels, o
 logarithms of all four at the sampled tokens are logprobs.token_logprobs.
 
 `main` has the six phases. All sizes that a user gives are over all ranks; gradients do not depend
-on the number of ranks or rows.
+on the number of ranks or rows. Source: Shao 2024 (arXiv:2402.03300).
 
 Variants are flags; the defaults are GRPO with DAPO's divisor and clip, and no KL term:
     Paper      --loss.normalize sequence --loss.clip-high 0.2 --loss.kl-coef 0.04
@@ -27,7 +27,6 @@ Variants are flags; the defaults are GRPO with DAPO's divisor and clip, and no K
     DAPO       --loss.normalize token --resample-tries 8 --advantage.overlong-buffer 512
     GSPO       --loss.ratio sequence --loss.normalize sequence
                --loss.clip-low 3e-4 --loss.clip-high 4e-4
-Source: Shao 2024 (arXiv:2402.03300).
 """
 
 from __future__ import annotations
@@ -204,7 +203,7 @@ def main(asked: Args) -> None:
 
         # 4. Log-probabilities stay fixed while the batch is used.
         with meter.timer("old_logprobs"):
-            # In a single pass the first minibatch meets the policy unchanged: its ratio is 1.
+            # A single pass meets the first minibatch with the policy unchanged: its ratio is 1.
             skip = 1 if args.batch.num_epochs == 1 else 0
             rows = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature, skip)
         if reference is not None:
@@ -228,7 +227,7 @@ def main(asked: Args) -> None:
             with engine.awake():
                 sync(args, policy, engine, meter)
                 evaluate(args, engine, scorer, tokenizer, eval_prompts, meter)
-        if mesh.size() > 1:  # a probe: the gradients' own collectives run beside the computation
+        if mesh.size() > 1:  # timed by itself: those of the gradients run beside the computation
             meter.add("communication/nccl_bw_gb", hardware.measure_bandwidth(1 << 22))
         if args.refresh_every and (step + 1) % args.refresh_every == 0:
             with offloader.present(reference):
@@ -244,7 +243,7 @@ def main(asked: Args) -> None:
 
 
 def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt], Scorer]:
-    """(model directory, tokenizer, stream, evaluation prompts, scorer), before memory is taken."""
+    """(model directory, tokenizer, stream, eval prompts, scorer), before a model is loaded."""
     scorer = Scorer(args.reward)
     path = hub.find_model(args.model_path, plan.longest(args))
     tokenizer = hub.load_tokenizer(path, f"--model {args.model_path}")
@@ -290,7 +289,7 @@ def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
 
 
 def sync(args: Args, policy: nn.Module, engine: rollout.Engine, meter) -> None:
-    """Give the policy's weights to the engine, which is awake; it is ready to sample then."""
+    """Give the policy's weights to the engine, which is awake: after that it can sample."""
     with meter.timer("reshard"):
         reshard.sync_weights(policy, engine)
         if args.verify_sync:
@@ -306,7 +305,7 @@ def evaluate(args: Args, engine, scorer, tokenizer, prompts: list[data.Prompt], 
 def sample_groups(args: Args, step: int, engine, scorer, tokenizer, stream, meter) -> list[Group]:
     """This rank's groups with their rewards.
 
-    With dynamic sampling, rounds go on until enough groups have spread, or tries are up.
+    With dynamic sampling, rounds go on until enough groups have unequal rewards or tries end.
     """
     size = args.batch.group_size
     kept = []
@@ -377,7 +376,7 @@ def actor_gradients(
     temperature = args.rollout.temperature
     kl = torch.zeros((), device=rows[0].tokens.device)
     for i, row in enumerate(rows):
-        # Gradients are reduced over ranks once, behind the last row: until then they add up here.
+        # Gradients are reduced over ranks once, after the last row. Until then they add up here.
         is_last = i == len(rows) - 1
         policy.set_requires_gradient_sync(is_last or args.model.reduce_every_row)
         current, entropy = logprobs.token_logprobs(policy, row, temperature=temperature)

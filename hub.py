@@ -29,6 +29,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,7 @@ def find_model(name: str, longest: int, flag: str = "--model") -> str:
     return path
 
 
-def load_tokenizer(path: str, label: str):
+def load_tokenizer(path: str, label: str) -> Any:
     """The tokenizer in the directory `path`; ValueError, which begins with `label`, without one."""
     from transformers import AutoTokenizer, logging
 

@@ -105,7 +105,7 @@ def model_scores(model: nn.Module, rows: Sequence) -> list[float]:
     outputs = []
 
     def read(head, inputs, _):
-        """All tokens' scores: the model's own choice among them goes by the pad token's value."""
+        """The scores of all tokens: the model itself would pick one by the pad token's id."""
         outputs.append(inputs[0].float() @ head.weight.t().float())  # bf16 rounds 10 to 1/16
 
     scores = {}

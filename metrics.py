@@ -97,7 +97,7 @@ class Metrics:
         self.add("reward/mean", mean)
         self.add(f"reward/{source}/mean", mean)
         if len(rewards) > 1:
-            # Flat exactly where advantages are 0: sums in another order round differently.
+            # Equal up to the rounding of weighted sums, exactly where the advantages are 0.
             rounding = 1e-14 * max(1.0, *map(abs, rewards))
             is_flat = all(abs(reward - rewards[0]) <= rounding for reward in rewards)
             self.add("reward/std", torch.tensor(rewards).std(correction=0).item())
@@ -121,7 +121,7 @@ class Metrics:
     def add_pass(self, model: torch.nn.Module, row) -> None:
         """One forward and backward of `model` over a packed row, where it is made."""
         if not row.source:
-            return  # filler
+            return  # an empty row
         if model not in self._costs:
             self._costs[model] = pass_cost(model)
         cost = self._costs[model]

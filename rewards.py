@@ -1,7 +1,7 @@
 """Rewards: foreign functions turn each response into one number, in worker processes with limits.
 
 The problem. A reward function is foreign code, run on text of a policy that finds its weak spots: a
-search that never ends, one None among 8 siblings that makes 8 advantages NaN. And 256 samples of
+search that never ends, one None in a group of 8 that makes 8 advantages NaN. And 256 samples of
 50 ms, one after another, are 12.8 s of idle GPU in each step.
 
 How it works. Scorer keeps num_workers processes that run worker.py, which must lie beside this
@@ -41,7 +41,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
@@ -195,8 +195,8 @@ class Scorer:
         """Waits for samples 0..num_samples-1; returns (rewards, stats).
 
         stats: error_frac, timeout_frac, and <function>_mean of each function.
-        RuntimeError if more than max_error_frac of a function's samples fail; the scorer is then
-        at its end.
+        RuntimeError if more than max_error_frac of a function's samples fail; the scorer
+        can't be used after that.
         """
         config = self.config
         complete = sorted(self._samples) == list(range(num_samples))
@@ -228,7 +228,7 @@ class Scorer:
         return rewards, stats
 
     def _outcomes(self, name: str, samples: list[dict]) -> list[Outcome]:
-        """Of all samples, or of those up to the error that is one too many."""
+        """Of all samples; if too many fail, of those up to the error that exceeds the limit."""
         if self._batched[name]:
             return self._call(name, samples) if samples else []
         outcomes: list[Outcome] = []
@@ -265,7 +265,7 @@ class Scorer:
             self._idle.get().kill()
 
 
-def score(functions, samples: list[dict], *, time_limit_s=5.0, num_workers=4) -> Scores:
+def score(functions: Any, samples: list[dict], *, time_limit_s=5.0, num_workers=4) -> Scores:
     """(rewards, stats) of `samples` by one function or a list of them, specs or callables.
 
     Errors are counted, not raised.

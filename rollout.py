@@ -84,7 +84,7 @@ class RolloutConfig:
 
     @property
     def backend(self) -> Literal["vllm", "hf"]:
-        """What `engine` means on this machine."""
+        """The backend by name: `engine`, or what "auto" chooses on this machine."""
         if self.engine == "auto":
             return "vllm" if importlib.util.find_spec("vllm") else "hf"
         return self.engine
@@ -186,7 +186,7 @@ class Engine:
     def load_weights(self, buckets: Iterable[list[tuple[str, Tensor]]]) -> int:
         """Bytes taken from `buckets` of (checkpoint name, full tensor); leads to ready.
 
-        Collective, as far as making the buckets is. RuntimeError if a parameter got no tensor.
+        Collective if making the buckets is. RuntimeError if a parameter got no tensor.
         """
         self._require("weights ready", "load_weights() needs `with engine.awake():` around it")
         sizes: list[int] = []

@@ -195,7 +195,7 @@ def refusals() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            # The first rank of the host has mostly met the same: its line ends the job before.
+            # The host's first rank has mostly met the same error: its line is then the only one.
             time.sleep(5)
         sys.exit(f"error: {' '.join(str(error).split())}")
 
@@ -203,7 +203,7 @@ def refusals() -> Iterator[None]:
 def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
     """A 1-D mesh "shard" over all ranks of torchrun (one without it); selects this rank's device.
 
-    Collectives fail after timeout_s, above the longest rollout or reward. Seeds torch alike.
+    Collectives fail after timeout_s, above the longest rollout or reward. All ranks: one seed.
     """
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
     for name, value in alone.items():
@@ -253,7 +253,7 @@ def leave() -> None:
 
 
 def command_line(default: Any, built_in: Mapping[str, Any], description: str) -> Any:
-    """The settings by sys.argv over `default`; a refusal is one line and exit code 2."""
+    """The flags in sys.argv over the defaults; a wrong one ends in one line and exit code 2."""
     import tyro
 
     argv = sys.argv[1:]

@@ -262,7 +262,7 @@ class VllmBackend:
         return index, torch.tensor(response.token_ids), logprobs, truncated
 
     @property
-    def scheduler(self):
+    def scheduler(self) -> Any:
         """vLLM's, in this process."""
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 

@@ -120,13 +120,11 @@ def test_shares_of_data_and_names_of_other_libraries_work_as_the_text_says(tmp_p
     assert rewards.score(functions, samples, num_workers=1)[0] == [1.0, 2.0]
 
 
-def test_each_way_to_run_a_variant_is_accepted_and_is_that_of_the_docstring(monkeypatch):
-    variants = {row[0]: row[1].strip("`") for row in table("The algorithms as flags")[2:]}
+def test_each_variant_of_the_docstring_is_accepted(monkeypatch):
     told = grpo.__doc__.split("Variants are flags")[1].split("Source:")[0]
     told = re.findall(r"^ {4}(\S.*?)  +(--.*(?:\n {8,}--.*)*)", told, flags=re.MULTILINE)
     assert len(told) == 6
-    for name, flags in told:
-        assert variants[name].split() == flags.split()
+    for _, flags in told:
         parse("grpo.py", ["--model", "x", *flags.split()], monkeypatch)
 
 
