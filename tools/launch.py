@@ -85,6 +85,19 @@ def missing(root, *groups):
     return [text for text in requirements(root, *groups) if not met(text)]
 
 
+def is_torch(text):
+    return re.match(r"torch\b", text)
+
+
+def print_missing(root, index, *groups):
+    """What is missing, a line for each call of pip: torch has its own if it has its own index."""
+    texts = missing(root, *groups)
+    torch = [text for text in texts if index and is_torch(text)]
+    others = [text for text in texts if text not in torch]
+    for line in filter(None, (torch, others)):
+        print(*line)
+
+
 def command_to_add(texts, index):
     """The command that adds the packages to this Python's environment, by pip or, without it, uv.
 
@@ -102,19 +115,21 @@ def command_to_add(texts, index):
 
 
 def lacking(root, index, *groups):
-    """Two lines: what this environment lacks, and the command that adds it. Nothing lacks: 0.
+    """A line: what this environment lacks, a tab, the command that adds it. Nothing lacks: 0.
 
-    The status is 3 if only optional packages are missing, so that a run would start, else 4.
+    The status is 3 if only optional packages are missing, so that a run would start, else 4. An
+    interpreter that has nothing of what is asked, and is no environment, gets no command.
     """
     if not supported():
-        print(span())
-        print("make it with " + span())
+        print(span() + "\tmake it with " + span())
         return 4
     texts = missing(root, *groups)
     if not texts:
         return 0
-    print(texts[0] + (f" and {len(texts) - 1} more" if texts[1:] else ""))
-    print(command_to_add(texts, index))
+    more = f" and {len(texts) - 1} more" if texts[1:] else ""
+    environment = sys.prefix != sys.base_prefix or {"VIRTUAL_ENV", "CONDA_PREFIX"} & {*os.environ}
+    bare = not environment and len(texts) == len(requirements(root, *groups))
+    print(texts[0] + more + "\t" + ("" if bare else command_to_add(texts, index)))
     needed = missing(root, *[group for group in groups if group in NEEDED])
     return 4 if needed else 3
 
@@ -145,9 +160,9 @@ def pip_is_told_where_to_look():
     return bool(re.search(r"[.](index-url|extra-index-url|no-index|find-links)=", settings))
 
 
-def index(url):
-    """Print the index of torch's CPU builds if pip knows no other; no: it does not answer."""
-    if pip_is_told_where_to_look():
+def index(url, requirement):
+    """Print the index of CPU builds if this is torch and pip knows no other; no: no answer."""
+    if not url or not is_torch(requirement) or pip_is_told_where_to_look():
         return 0
     print("+ pip index versions torch", file=sys.stderr, flush=True)
     ask = [sys.executable, "-m", "pip", "index", "versions", "torch", "--index-url", url]
@@ -264,7 +279,7 @@ def torchrun(*args):
 
 COMMANDS = {
     "suitable": suitable,
-    "missing": lambda *args: print(*missing(*args), sep="\n"),
+    "missing": print_missing,
     "lacking": lacking,
     "lock": lock,
     "index": index,
