@@ -34,7 +34,9 @@ def test_a_home_that_cannot_be_written_is_told_with_the_variable_to_set(tmp_path
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="handful can be made .Not a directory.; set XDG_CACHE_HOME"):
+    with pytest.raises(
+        ValueError, match="handful can be made .Not a directory.; set XDG_CACHE_HOME"
+    ):
         addition.cached_model(0)
 
 

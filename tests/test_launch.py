@@ -7,6 +7,9 @@ A machine is a PATH of one folder: links to a few real commands, and stubs. Its 
 torchrun would be given, and hands the rest to a real interpreter without packages.
 """
 
+import errno
+import fcntl
+import importlib.util
 import os
 import pathlib
 import re
@@ -84,6 +87,7 @@ class Machine:
             (self.bin / name).symlink_to(shutil.which(name))
         self.stub("uname", UNAME.replace("MACHINE", "Linux x86_64"))
         self.stub("python3", PYTHON)
+        self.terminal = os.pipe()  # it stays open and nobody types: a question would wait for ever
         self.env = {"PATH": str(self.bin), "LOG": str(self.log), "MACHINE": str(folder)}
 
     def stub(self, name, text="#!/usr/bin/env bash\n"):
@@ -121,6 +125,7 @@ class Machine:
             env={**self.env, **env},
             text=True,
             cwd=self.clone,
+            stdin=self.terminal[0],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
@@ -134,6 +139,7 @@ class Machine:
     def ready(self):
         """As after an install: a start goes straight to the script."""
         (self.clone / ".venv/bin").mkdir(parents=True)
+        (self.clone / ".venv/lib").mkdir()
         shutil.copy(self.bin / "python3", self.clone / ".venv/bin/python")
         (self.clone / ".venv/lock").touch()
         pyproject = (self.clone / "pyproject.toml").read_bytes()
@@ -178,7 +184,10 @@ def until(condition):
 
 @pytest.fixture
 def machine(tmp_path):
-    return Machine(tmp_path)
+    machine = Machine(tmp_path)
+    yield machine
+    for end in machine.terminal:
+        os.close(end)
 
 
 def run_here(*command, **env):
@@ -237,7 +246,9 @@ def test_a_second_start_takes_under_half_a_second_and_calls_no_pip(machine):
     end = os.times()
     assert (job.returncode, job.err, machine.pip()) == (0, "", [])
     # Time on a processor: it waits for nothing, and other jobs here are no fault of the script.
-    assert end.children_user + end.children_system - start.children_user - start.children_system < 0.5
+    assert (
+        end.children_user + end.children_system - start.children_user - start.children_system < 0.5
+    )
 
 
 def test_other_requirements_are_installed_at_the_next_start(machine):
@@ -271,6 +282,49 @@ def test_an_interrupted_install_is_continued_and_a_half_written_package_goes(mac
     assert machine.run("python", "-c", "print('ran')").out == "ran\n"
     assert sum(line.endswith("torch==2.13.0") for line in machine.pip()) == 2
     assert [path.name for path in site.iterdir()] == ["whole-1.0.dist-info"]
+
+
+def test_an_environment_whose_making_was_cut_is_made_anew(machine):
+    machine.ready()
+    (machine.clone / ".venv/creating").touch()
+    (machine.clone / ".venv/installed-base").unlink()
+    assert machine.run("python", "-c", "print('ran')").out == "ran\n"
+    assert machine.pip()[:2] == ["venv", NEWEST_PIP]
+    assert not (machine.clone / ".venv/creating").exists()
+
+
+def test_pip_compiles_only_where_python_may_not_keep_what_it_compiles(machine):
+    machine.run("--no-vllm", "python", "-c", "", PYTHONDONTWRITEBYTECODE="1")
+    assert "--compile " + BASE in machine.pip()
+
+
+def test_what_is_met_is_left_out_and_torch_has_its_own_call_if_it_has_its_own_index(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(launch, "met", lambda text: text.startswith(("transformers", "safet")))
+    launch.print_missing(ROOT, "", "base")
+    assert capsys.readouterr().out == "torch>=2.11,<2.14 tyro>=1.0 matplotlib\n"
+    launch.print_missing(ROOT, CPU_INDEX, "cpu", "base")
+    assert capsys.readouterr().out == (
+        "torch==2.13.0 torch>=2.11,<2.14\nvllm-cpu==0.32.0 tyro>=1.0 matplotlib\n"
+    )
+    monkeypatch.setattr(launch, "met", lambda text: True)
+    launch.print_missing(ROOT, CPU_INDEX, "cpu", "base")
+    assert capsys.readouterr().out == ""
+
+
+def test_on_a_file_system_without_locks_the_start_goes_on_and_says_so(
+    monkeypatch, tmp_path, capsys
+):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with open(tmp_path / "lock", "w") as file:
+        launch.lock(file.fileno(), "log")
+    assert capsys.readouterr().err == (
+        "launch: no lock (No locks available): start nothing else here yet\n"
+    )
 
 
 def test_two_starts_at_once_install_once(machine, tmp_path):
@@ -347,6 +401,51 @@ def test_an_active_environment_that_lacks_something_is_left_alone(machine):
     assert (machine.clone / ".venv/installed-base").exists()
 
 
+def test_the_python_of_a_container_is_used_if_it_lacks_nothing(machine):
+    if shutil.which("nvidia-smi"):  # as in the test above
+        machine.gpus([0])
+    machine.stub("python3", f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n')
+    job = machine.run("python", "-c", "import sys; print(sys.prefix)")
+    assert (job.out, job.err) == (f"{sys.prefix}\n", "")
+    assert not (machine.clone / ".venv").exists()
+
+
+def test_the_command_adds_to_this_environment_by_its_pip_or_by_uv(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/my env/bin/python")
+    monkeypatch.setattr(launch, "pip_is_told_where_to_look", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    python = "'/my env/bin/python'"
+    pip = f"{python} -m pip install"
+    assert launch.command_to_add(["tyro>=1.0"], CPU_INDEX) == f"{pip} 'tyro>=1.0'"
+    assert launch.command_to_add(["torch==2.13.0"], "") == f"{pip} torch==2.13.0"
+    on_cpu = launch.command_to_add(["torch==2.13.0"], CPU_INDEX)
+    assert on_cpu == f"{pip} --extra-index-url {CPU_INDEX} torch==2.13.0"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    on_cpu = launch.command_to_add(["torch==2.13.0"], CPU_INDEX)
+    assert on_cpu == f"uv pip install --python {python} --torch-backend cpu torch==2.13.0"
+    monkeypatch.setattr(launch, "pip_is_told_where_to_look", lambda: True)
+    assert "cpu " not in launch.command_to_add(["torch==2.13.0"], CPU_INDEX)
+
+
+@pytest.mark.parametrize(
+    ("variable", "met", "shown"),
+    [(None, "nothing", False), (None, "tyro>=1.0", True), ("CONDA_PREFIX", "nothing", True)],
+)
+def test_a_command_is_shown_for_an_environment_not_for_a_bare_python(
+    monkeypatch, capsys, variable, met, shown
+):
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "/opt/conda")
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    monkeypatch.setattr(launch, "met", lambda text: text == met)
+    assert launch.lacking(ROOT, "", "base") == 4
+    words, command = capsys.readouterr().out.rstrip("\n").split("\t")
+    assert words.startswith("torch>=2.11,<2.14 and ")
+    assert bool(command) == shown
+
+
 def test_a_venv_that_somebody_else_made_is_used_or_refused_but_never_changed(machine):
     binaries = machine.clone / ".venv/bin"
     binaries.mkdir(parents=True)
@@ -392,7 +491,10 @@ def pip_of(tmp_path, monkeypatch, answer=None):
 
 def serve(server, answer):
     while True:
-        connection = server.accept()[0]
+        try:
+            connection = server.accept()[0]
+        except OSError:  # the test is over
+            return
         connection.recv(65536)
         head = (
             f"HTTP/1.0 200 OK\r\nContent-Type: text/html\r\nContent-Length: {len(answer)}\r\n\r\n"
