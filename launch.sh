@@ -134,7 +134,8 @@ install() {
     rm -rf "$venv"/{bin,include,lib,lib64,pyvenv.cfg} "$venv"/installed-*
     : >"$venv/creating"
     step "$python3" -m venv "$venv" || failed "creating .venv"
-    # pip 26 resolves vLLM's requirements in a third of the time that 23 takes.
+    # pip 26 resolves vLLM's requirements in a third of the time that 23 takes. One that was cut
+    # while it replaced itself may still answer --version; so a file tells that this is not done.
     step "$python" -m pip install --upgrade --retries 0 pip || failed "upgrading pip"
     rm "$venv/creating"
   fi
