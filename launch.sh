@@ -136,7 +136,7 @@ install() {
     step "$python3" -m venv "$venv" || failed "creating .venv"
     # pip 26 resolves vLLM's requirements in a third of the time that 23 takes. One that was cut
     # while it replaced itself may still answer --version; so a file tells that this is not done.
-    step "$python" -m pip install --upgrade --retries 0 pip || failed "upgrading pip"
+    step "$python" -m pip install --upgrade --timeout 8 --retries 0 pip || failed "upgrading pip"
     rm "$venv/creating"
   fi
   # pip writes INSTALLER last: a package without it is half there, yet pip calls it installed.

@@ -66,7 +66,7 @@ COMMANDS = (
     "bash cat cksum cp cut dirname env find grep mkdir nproc paste rm sed sleep sort tail test tr"
 )
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-NEWEST_PIP = "--upgrade --retries 0 pip"
+NEWEST_PIP = "--upgrade --timeout 8 --retries 0 pip"
 BASE = "transformers>=5.16 safetensors>=0.6 tyro>=1.0 matplotlib"
 
 
