@@ -57,6 +57,7 @@ import metrics
 import model
 import offload
 import packing
+import plan
 import report
 import reshard
 import rollout
@@ -127,7 +128,7 @@ class Args:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self):
-        run.check(self)  # the rules that all scripts share
+        plan.check(self)  # the rules that all scripts share
         require = run.require
         tries = self.resample_tries
         require(tries >= 1, "--resample-tries", tries, "at least 1")
@@ -220,7 +221,7 @@ def main(asked: Args) -> None:
                     policy.zero_grad()  # neither this step is taken nor any later one of the batch
                     break
                 norm = model.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
-                meter.update({"actor/grad_norm": norm, "actor/lr": rate})
+                meter.add_update("actor", norm, rate)
 
         # 6. Report, save. The last evaluation is of the model that is exported.
         if args.eval_every and step + 1 == args.num_steps:
@@ -245,7 +246,7 @@ def main(asked: Args) -> None:
 def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt], Scorer]:
     """(model directory, tokenizer, stream, evaluation prompts, scorer), before memory is taken."""
     scorer = Scorer(args.reward)
-    path = hub.find_model(args.model_path, run.longest(args))
+    path = hub.find_model(args.model_path, plan.longest(args))
     tokenizer = hub.load_tokenizer(path, f"--model {args.model_path}")
     datasets, eval_sets = data.load_all(args.data_paths, args.eval_paths, tokenizer, args.data)
     data.require_columns([*datasets, *eval_sets], scorer.wanted)
@@ -254,7 +255,7 @@ def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt],
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)
     copies = 1 if args.loss.kl_coef else 0
     size = hub.memory_plan(path, args.model.master_dtype, copies)
-    run.print_plan(args, datasets, eval_sets, model=f"{path}: {size}")
+    plan.print_plan(args, datasets, eval_sets, model=f"{path}: {size}")
     return path, tokenizer, stream, [p for prompts in eval_sets for p in prompts], scorer
 
 
@@ -373,14 +374,13 @@ def actor_gradients(
     args: Args, policy: nn.Module, rows: list[PackedRow], totals: dict[str, int], meter
 ) -> Tensor:
     """Add the gradients of a minibatch to the policy; returns this rank's share of ppo_kl."""
+    temperature = args.rollout.temperature
     kl = torch.zeros((), device=rows[0].tokens.device)
     for i, row in enumerate(rows):
         # Gradients are reduced over ranks once, behind the last row: until then they add up here.
         is_last = i == len(rows) - 1
         policy.set_requires_gradient_sync(is_last or args.model.reduce_every_row)
-        current, entropy = logprobs.token_logprobs(
-            policy, row, temperature=args.rollout.temperature
-        )
+        current, entropy = logprobs.token_logprobs(policy, row, temperature=temperature)
         limit = args.rollout.max_response_tokens
         loss, stats = losses.actor_loss(current, entropy, row, totals, args.loss, limit)
         loss.backward()

@@ -129,6 +129,11 @@ class Metrics:
         flops = cost.token * lengths.sum() + cost.pair * lengths.square().sum()
         self.add("perf/model_flops", flops + cost.scored * row.num_response_tokens, reduction="sum")
 
+    def add_update(self, name: str, norm: float, rate: float) -> None:
+        """An optimizer step of the model `name`, which all ranks take together."""
+        self.update({f"{name}/grad_norm": norm, f"{name}/lr": rate})
+        self.add(f"{name}/num_updates", 1, reduction="sum")
+
     @contextlib.contextmanager
     def timer(self, name: str) -> Iterator[None]:
         """Books the wall time inside, less that of inner timers; waits for the device."""
@@ -258,8 +263,8 @@ def _merge_ranks(per_rank: list[dict[tuple[str, str], Entry]]) -> dict[str, floa
             record[name] = _extreme(values, reduction)
         elif reduction == "mean":
             record[name] = sum(values) / sum(entry.weight for entry in found)
-        elif name.startswith("timing_s/"):
-            record[name] = sum(values) / len(per_rank)  # so that phases still add up to the step
+        elif name.startswith("timing_s/") or name.endswith("/num_updates"):
+            record[name] = sum(values) / len(per_rank)  # of a rank: phases add up to the step
         else:
             record[name] = sum(values)
     return record

@@ -40,6 +40,7 @@ import metrics
 import model
 import offload
 import packing
+import plan
 import report
 import reshard
 import rollout
@@ -111,7 +112,7 @@ class Args:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self):
-        run.check(self)  # the rules that all scripts share
+        plan.check(self)  # the rules that all scripts share
         every = self.rollout_every
         run.require(every >= 1, "--rollout-every", every, "at least 1")
         counts = {"--eval-every": self.eval_every, "--save-every": self.run.save_every}
@@ -230,7 +231,7 @@ def main(asked: Args) -> None:
 def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Prompt], Scorer]:
     """([policy's, critic's, reward model's directory], tokenizer, stream, eval prompts, scorer)."""
     scorer = Scorer(args.reward)
-    longest = run.longest(args)
+    longest = plan.longest(args)
     path = hub.find_model(args.model_path, longest)
     tokenizer = hub.load_tokenizer(path, f"--model {args.model_path}")
     reward_path = hub.find_reward_model(args.reward_model_path, longest, path)
@@ -244,7 +245,7 @@ def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Pr
     frozen = 1 if args.loss.kl_coef or args.gae.kl_coef else 0
     size = f"{path}: {hub.memory_plan(path, args.model.master_dtype, frozen)}"
     critic_size = hub.memory_plan(critic_path, args.model.master_dtype, 1 if reward_path else 0)
-    run.print_plan(args, datasets, eval_sets, policy=size, critic=critic_size)
+    plan.print_plan(args, datasets, eval_sets, policy=size, critic=critic_size)
     eval_prompts = [prompt for prompts in eval_sets for prompt in prompts]
     return [path, critic_path, reward_path], tokenizer, stream, eval_prompts, scorer
 
@@ -348,7 +349,7 @@ def update(
     for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
         critic_gradients(args, critic, rows[m], totals[m], meter)
         norm = model.optimizer_step(critic, critic_optimizer, critic_rate, args.optim.max_grad_norm)
-        meter.update({"critic/grad_norm": norm, "critic/lr": critic_rate})
+        meter.add_update("critic", norm, critic_rate)
         if not actor_learns:
             continue
         kl = actor_gradients(args, policy, rows[m], totals[m], meter)
@@ -357,7 +358,7 @@ def update(
             actor_learns = False
             continue
         norm = model.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
-        meter.update({"actor/grad_norm": norm, "actor/lr": rate})
+        meter.add_update("actor", norm, rate)
 
 
 def critic_gradients(
@@ -378,14 +379,13 @@ def actor_gradients(
     args: Args, policy: nn.Module, rows: list[PackedRow], totals: dict[str, int], meter
 ) -> Tensor:
     """Add the gradients of a minibatch to the policy; returns this rank's share of ppo_kl."""
+    temperature = args.rollout.temperature
     kl = torch.zeros((), device=rows[0].tokens.device)
     for i, row in enumerate(rows):
         # Gradients are reduced over ranks once, behind the last row: until then they add up here.
         is_last = i == len(rows) - 1
         policy.set_requires_gradient_sync(is_last or args.model.reduce_every_row)
-        current, entropy = logprobs.token_logprobs(
-            policy, row, temperature=args.rollout.temperature
-        )
+        current, entropy = logprobs.token_logprobs(policy, row, temperature=temperature)
         limit = args.rollout.max_response_tokens
         loss, stats = losses.actor_loss(current, entropy, row, totals, args.loss, limit)
         loss.backward()
