@@ -100,7 +100,7 @@ def built_in_paths(args) -> dict:
 def write_prompts(split: str, sets: dict[str, list[dict]]) -> tuple[str, ...]:
     """The files with the rows of `sets` as JSON lines; a file's name is its data set's."""
     directory = cache_directory() / f"addition-v{VERSION}-{split}"
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     for name, rows in sets.items():
         temporary = directory / f".{name}.{os.getpid()}"
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -110,13 +110,7 @@ def write_prompts(split: str, sets: dict[str, list[dict]]) -> tuple[str, ...]:
 
 def cache_directory() -> Path:
     """Where the built-in models and prompts are kept."""
-    directory = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "handful"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        advice = "set XDG_CACHE_HOME to a directory that you may write"
-        raise ValueError(f"no {directory} can be made ({error.strerror}); {advice}") from None
-    return directory
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "handful"
 
 
 def problems(held_out: bool, num_held_out: int = 256) -> list[dict]:
@@ -155,21 +149,6 @@ def cached_model(seed: int, reward_model: bool = False) -> str:
     """
     kind = "judge-" if reward_model else ""
     directory = cache_directory() / f"addition-v{VERSION}-{kind}seed{seed}"
-<<<<<<< HEAD
-    if not (directory / "config.json").exists():
-        from transformers import logging
-
-        logging.disable_progress_bar()  # of one small file, between our lines
-        temporary = directory.with_suffix(f".{os.getpid()}")
-        if reward_model:
-            make_reward_model(temporary, seed, cached_model(seed))
-        else:
-            make_model(temporary, seed)
-        try:
-            temporary.rename(directory)
-        except OSError:  # another run was faster; its bytes are the same
-            shutil.rmtree(temporary)
-=======
     if (directory / "config.json").exists():
         return str(directory)
     with alone(directory):
@@ -183,7 +162,6 @@ def cached_model(seed: int, reward_model: bool = False) -> str:
                 temporary.rename(directory)
             except OSError:  # a run on another host was faster; its bytes are the same
                 shutil.rmtree(temporary)
->>>>>>> main
     return str(directory)
 
 

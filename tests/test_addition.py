@@ -31,23 +31,6 @@ def prepared(tmp_path, monkeypatch):
     return prepare
 
 
-def test_a_home_that_cannot_be_written_is_told_with_the_variable_to_set(tmp_path, monkeypatch):
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    (tmp_path / "file").touch()
-    with pytest.raises(
-        ValueError, match="handful can be made .Not a directory.; set XDG_CACHE_HOME"
-    ):
-        addition.cached_model(0)
-
-
-def test_the_built_in_model_is_written_without_a_bar_of_progress(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(addition, "warm_start", lambda model, tokenizer: None)
-    assert (Path(addition.cached_model(0)) / "model.safetensors").exists()
-    assert capfd.readouterr() == ("", "")
-
-
 def names(paths):
     return [path.rpartition("/")[2] for path in paths]
 
