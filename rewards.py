@@ -36,6 +36,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,7 +47,9 @@ from weakref import WeakSet
 
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
 TIMEOUT = "no result within"
+MESSAGE_S = 0.05  # of work, about, in one message to a worker
 MAX_REWARD = 1e18  # its square, in a critic's loss, must be finite in fp32
+UNPICKLABLE = (TypeError, AttributeError, RecursionError, pickle.PicklingError)
 Outcome = tuple[float | None, str]  # (reward, "") or (None, what went wrong)
 Scores = tuple[list[float], dict[str, float]]  # rewards and stats
 
@@ -105,6 +108,7 @@ class Scorer:
         self._samples: dict[int, dict] = {}
         self._futures: dict[tuple[str, int], Future] = {}
         self._waiting: dict[str, deque] = {name: deque() for name in config.functions}
+        self._sample_s = dict.fromkeys(config.functions, math.inf)  # of the latest call
         self._shown: set[str] = set()
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._starting = threading.Lock()
@@ -144,21 +148,29 @@ class Scorer:
         """
         assert index not in self._samples, f"sample {index} was submitted twice"
         self._samples[index] = sample
+        pickled, reason = _pickled(sample)  # each by itself: an error is of this sample alone
         for name in self.config.functions:
-            if not self._batched[name]:
-                future = Future()
-                self._futures[name, index] = future
-                self._waiting[name].append((future, sample))
-                self._threads.submit(self._call_waiting, name)
+            if self._batched[name]:
+                continue
+            future = Future()
+            self._futures[name, index] = future
+            if reason:
+                future.set_result([(None, reason)])
+                continue
+            self._waiting[name].append((future, pickled))
+            self._threads.submit(self._call_waiting, name)
 
     def _call_waiting(self, name: str) -> None:
-        """Hands some of the waiting samples to a worker: many at once, one by one at the end."""
+        """Hands waiting samples to a worker: many at once if they are quick."""
         worker = self._idle.get()
         waiting = self._waiting[name]
+        share = len(waiting) // (2 * self.config.num_workers)
         taken = []
+        # Behind slow ones the rest of a message would wait while other workers are idle.
         with contextlib.suppress(IndexError):  # others have taken them
-            for _ in range(1 + len(waiting) // (2 * self.config.num_workers)):
+            for _ in range(1 + min(share, int(MESSAGE_S / self._sample_s[name]))):
                 taken.append(waiting.popleft())
+        start = time.perf_counter()
         try:
             samples = [sample for _, sample in taken]
             replies = self._ask(worker, name, samples, self.config.time_limit_s)
@@ -166,6 +178,8 @@ class Scorer:
             for future, _ in taken:
                 future.set_exception(error)
             return
+        if replies:
+            self._sample_s[name] = (time.perf_counter() - start) / len(replies)
         for (future, _), reply in zip(taken, replies, strict=False):
             future.set_result(reply)
         left = taken[len(replies) :]  # behind one that took its worker with it
@@ -179,14 +193,18 @@ class Scorer:
         [reply] = self._ask(self._idle.get(), name, samples, self.config.time_limit_s * rounds)
         return reply if len(reply) == len(samples) else reply * len(samples)
 
-    def _ask(self, worker, name: str, samples: list[dict], limit_s: float) -> list[list[Outcome]]:
+    def _ask(self, worker, name: str, samples: list, limit_s: float) -> list[list[Outcome]]:
         """The replies; the last is [(None, reason)] if the worker failed, and was replaced."""
         num_replies = 1 if self._batched[name] else len(samples)
         question = (self.config.functions.index(name), samples, limit_s)
         replies = worker.ask(question, limit_s, num_replies) if samples else []
         if replies and isinstance(replies[-1], str):
             worker.kill()
-            self._start()
+            try:
+                self._start()
+            except OSError:  # no process: the next call, which waits for a worker, tries again
+                self._idle.put(worker)
+                raise
             return [*replies[:-1], [(None, replies[-1])]]
         self._idle.put(worker)
         return replies
@@ -280,6 +298,14 @@ def score(functions: Any, samples: list[dict], *, time_limit_s=5.0, num_workers=
         return scorer.collect(len(samples))
 
 
+def _pickled(sample: dict) -> tuple[bytes, str]:
+    """(the pickled sample, "") or (b"", why there is none)."""
+    try:
+        return pickle.dumps(sample), ""
+    except UNPICKLABLE as error:
+        return b"", f"the sample can't be pickled ({error})"
+
+
 def _short(name: str) -> str:
     """mine.py:f of path/mine.py:f, for the names of metrics."""
     return os.path.basename(name.rstrip("/"))
@@ -344,15 +370,16 @@ class _Worker:
         replies: list[list | str] = []
         try:
             self.connection.send(question)
-            while len(replies) < num_replies and self.connection.poll(limit_s):
+            patience_s = min(limit_s, 1e6)  # poll counts milliseconds in 32 bits
+            while len(replies) < num_replies and self.connection.poll(patience_s):
                 replies.append(json.loads(self.connection.recv_bytes(1 << 26)))
             reason = f"{TIMEOUT} {limit_s:g} s"
         except (EOFError, ConnectionError):
             reason = f"the process of the function ended, exit code {self.kill()}"
         except (OSError, ValueError):
             reason = "something else than a reply was written to the worker's pipe"
-        except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
-            reason = f"the sample can't be pickled ({error})"
+        except UNPICKLABLE as error:
+            reason = f"the samples can't be pickled ({error})"
         return replies if len(replies) == num_replies else [*replies, reason]
 
     def kill(self) -> int:

@@ -24,6 +24,7 @@ import io
 import json
 import math
 import os
+import pickle
 import resource
 import signal
 import sys
@@ -63,7 +64,8 @@ def serve(connection: Connection, callables: Mapping[str, Callable] = {}) -> Non
         batched = [known["batched"] for known in reply if functions]
         while True:
             index, samples, limit_s = connection.recv()
-            for part in [samples] if batched[index] else [[sample] for sample in samples]:
+            # Those that are scored one by one are unpickled so: a bad one takes no other with it.
+            for part in [samples] if batched[index] else ([pickle.loads(x)] for x in samples):
                 # Ends the process if no trainer is left to kill it.
                 faulthandler.dump_traceback_later(limit_s + 5, exit=True, file=silence)
                 outcomes = evaluate(functions[index], part)
