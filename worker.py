@@ -127,7 +127,8 @@ def _one_line(error: BaseException) -> str:
     """KeyError: 'x' (mine.py:3, helper.py:7), with the line of the user's file and the last one."""
     text = " ".join("".join(traceback.format_exception_only(error)).split())[:2000]
     frames = traceback.extract_tb(error.__traceback__)
-    foreign = (FILE, importlib.__file__, "<frozen")
+    runner = os.path.join(os.path.dirname(os.__file__), "asyncio", "")  # of async functions
+    foreign = (FILE, importlib.__file__, "<frozen", runner)
     own = [frame for frame in frames if not frame.filename.startswith(foreign)]
     places = [f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in own]
     if places:

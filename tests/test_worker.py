@@ -113,6 +113,15 @@ def test_an_error_is_a_line_with_the_place_in_the_users_file(tmp_path):
     assert count == "ValueError: returned [1.0]: must be 2 numbers, one for each sample in order"
 
 
+def test_an_error_of_an_async_function_has_its_place_in_the_users_file_too(tmp_path):
+    """The first place was asyncio's, so the user's line was not among the two."""
+    text = "import json\nasync def f(response):\n    return json.loads(response)"
+    (tmp_path / "mine_later.py").write_text(text)
+    function = load_function(f"{tmp_path}/mine_later.py:f", 1.0)
+    [(_, torn)] = evaluate(function, samples_of("{"))
+    assert re.search(r" \(mine_later.py:3, decoder.py:\d+\)$", torn)
+
+
 def test_an_error_that_cannot_be_shown_is_one_too():
     class Unsaid(Exception):
         def __str__(self):
