@@ -52,8 +52,8 @@ def plot(metrics_file: Path, out_file: Path) -> None:
         if axis.lines:
             axis.legend(fontsize=8)
     figure.tight_layout()
-    part = out_file.with_suffix(".part.png")
-    figure.savefig(part, dpi=90)
+    part = out_file.with_suffix(".part")
+    figure.savefig(part, dpi=90, format=out_file.suffix[1:] or "png")
     part.rename(out_file)
 
 
@@ -73,4 +73,11 @@ def _can_be_drawn(x) -> bool:
 
 
 if __name__ == "__main__":
-    plot(Path(sys.argv[1]), Path(sys.argv[2]))
+    if len(sys.argv) != 3:
+        sys.exit("usage: python curves.py METRICS.jsonl PICTURE.png")
+    if importlib.util.find_spec("matplotlib") is None:
+        sys.exit(f"error: curves.py needs matplotlib: {sys.executable} -m pip install matplotlib")
+    try:
+        plot(Path(sys.argv[1]), Path(sys.argv[2]))
+    except (OSError, ValueError) as error:  # a file that is not there, a format that is unknown
+        sys.exit(f"error: {error}")

@@ -41,3 +41,33 @@ def test_it_is_a_command_too(tmp_path):
     files = [str(tmp_path / name) for name in ("metrics.jsonl", "again.png")]
     subprocess.run([sys.executable, curves.__file__, *files], check=True)
     assert (tmp_path / "again.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "usage: python curves.py METRICS.jsonl PICTURE.png"),
+        (["absent.jsonl", "c.png"], "error: [Errno 2] No such file or directory: 'absent.jsonl'"),
+        (["metrics.jsonl", "c.abc"], "error: Format 'abc' is not supported"),
+    ],
+)
+def test_what_it_cannot_draw_is_said_in_a_line(tmp_path, words, message):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}')
+    command = [sys.executable, curves.__file__, *words]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr.startswith(message)
+    assert ended.stderr.count("\n") == 1
+
+
+def test_the_picture_has_the_format_of_its_name(tmp_path):
+    """A .pdf held a PNG."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}')
+    plot(tmp_path / "metrics.jsonl", tmp_path / "curves.pdf")
+    assert (tmp_path / "curves.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_the_command_says_which_package_is_missing(tmp_path):
+    """It ended well and had drawn nothing."""
+    command = [sys.executable, "-S", curves.__file__, "metrics.jsonl", "curves.png"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 1 and "-m pip install matplotlib" in ended.stderr
