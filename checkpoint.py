@@ -12,12 +12,11 @@ and checksums to a manifest and renames the directory: a checkpoint exists compl
 The newest whole one is loaded:
     runs/x/checkpoints/step-000040/  {.metadata, __0_0.distcp, ..., rank0.pt, manifest}
     runs/x/checkpoints/.step-000060/  the run died here; ignored, and removed by the next save
-All hosts must see the same directory.
 
 A load reads all files once and compares them with the manifest. Ranks share the files. Where one is
 gone, cut off or has another byte, the directory is said to be damaged and the one before it is
 loaded on all ranks; then the damaged one is renamed. A checkpoint of another model or format is not
-damaged; it is refused.
+damaged; it is refused. All hosts must see the same directory.
 
 Weights and moments come from the checkpoint. The optimizer's settings (weight decay, betas) stay
 those that it was made with, and a line says which differ. Its learning rate is restored, for those
@@ -41,6 +40,7 @@ import random
 import re
 import shutil
 import zlib
+from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,7 @@ def save(out_dir: str | Path, step: int, state: Mapping[str, Any], *, keep: int 
     problem = _first(_clear(out_dir) if _is_rank0() else None)
     if problem is None:
         problem, mine = _write(temporary, step, state)
-        files = {name: sums for each in _gather(mine) for name, sums in each.items()}
+        files = ChainMap(*_gather(mine))
         problem = _first(problem)
     if problem is None:
         problem = _first(_publish(temporary, final, files, keep) if _is_rank0() else None)
@@ -201,7 +201,7 @@ def _publish(temporary: Path, final: Path, files: Mapping, keep: int) -> str | N
     """Write the manifest, give the directory its name, keep the newest; or what went wrong."""
     if any(not (temporary / name).exists() for name in files):
         return "ranks write to different directories; it must be on a shared file system"
-    text = json.dumps({"format": FORMAT, "files": files})
+    text = json.dumps({"format": FORMAT, "files": dict(files)})
     try:
         with open(temporary / MANIFEST, "w") as file:
             file.write(f"{text}\n{zlib.crc32(text.encode())}")

@@ -59,6 +59,7 @@ import vllm_backend
 from advantages import AdvantageConfig
 from data import DataConfig
 from examples import addition
+from guard import Guard
 from losses import LossConfig
 from model import ModelConfig, OptimConfig
 from packing import BatchConfig, PackedRow
@@ -156,14 +157,14 @@ def main(asked: Args) -> None:
         parked = offload.Offload(args.offload, reference, optimizer)
         engine = make_engine(args, path, tokenizer)
         asked.run.open(asked)
-        settings = asdict(asked)
         journal = report.Report(
-            out_dir, args.log, args.num_steps, first_step=first_step, settings=settings
+            out_dir, args.log, args.num_steps, first_step=first_step, settings=asdict(asked)
         )
     heat = args.rollout.temperature
     sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
     logprobs.warm_up([policy, reference], sizes, parked.present)
     meter = metrics.Metrics()
+    guard = Guard(args.run, out_dir, args.num_steps, tokenizer.decode)
 
     for step in range(first_step, args.num_steps):
         # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case. A
@@ -207,6 +208,7 @@ def main(asked: Args) -> None:
                     policy.zero_grad()  # this step is not taken, and no other of this batch
                     break
                 norm = model.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
+                guard.count("actor", norm, step, rows[m], meter)
                 meter.update({"actor/grad_norm": norm, "actor/lr": rate})
 
         # 6. Report, save. The last evaluation is of the model that is exported.
@@ -219,10 +221,11 @@ def main(asked: Args) -> None:
         if args.refresh_every and (step + 1) % args.refresh_every == 0:
             with parked.present(reference):
                 model.copy_weights(policy, reference)
-        if args.run.is_save_due(step, args.num_steps):
-            with meter.timer("save"), parked.present(reference, optimizer):
-                checkpoint.save(checkpoints, step + 1, state, keep=args.run.keep)
         journal.write(step, meter.reduce())
+        if guard.is_save_due(step):
+            with guard.saving(), meter.timer("save"), parked.present(reference, optimizer):
+                checkpoint.save(checkpoints, step + 1, state, keep=args.run.keep)
+        guard.leave_if_over(step)
 
     weights = reshard.iter_full_params(policy, dtype=engine.dtype)
     hub.export(weights, path, out_dir / "hf", engine.dtype)

@@ -50,7 +50,7 @@ that nothing could be measured, or NaN.
     timing_s/layout               advantages of groups, packing, exchange, copies to the GPU
     timing_s/old_logprobs         pass of the policy before the update; ref_logprobs: the reference
     timing_s/values               PPO: the critic's pass; advantages: GAE and whitening
-    timing_s/update, save, other  optimizer steps; checkpoint; the rest (sleeping, waking weights)
+    timing_s/update, save, other  optimizer steps; the checkpoint after the step before; the rest
     throughput/tokens_per_sec     prompt + response tokens of the latest rollout, each once, of all
                                   ranks, over the time since the step that sampled them began
     throughput/rollout_latency_ms wall time of sampling alone

@@ -24,6 +24,7 @@ RUN = {
     "answers",
     "expressions",
     "checkpoint",
+    "guard",
     "metrics",
     "report",
     "autotune",
