@@ -9,6 +9,7 @@ import random
 import re
 import resource
 import shutil
+import subprocess
 import time
 import zlib
 from pathlib import Path
@@ -342,6 +343,59 @@ def test_a_damaged_checkpoint_is_said_to_be_and_the_one_before_is_loaded(
     assert last == f"resume: from {tmp_path}/step-000001"
     save(tmp_path, 2, run.state)  # the run goes on
     assert names_in(tmp_path) == {"step-000001", "step-000002", "step-000002.damaged"}
+
+
+class Wide(Number):
+    """Whose state takes some 30 pages of a disk."""
+
+    def __init__(self, value=0.0):
+        super().__init__(value)
+        self.model = torch.nn.Linear(64, 128)
+        torch.nn.init.constant_(self.model.weight, value)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
+        self.model(torch.ones(1, 64)).sum().backward()
+        self.optimizer.step()
+        self.state = {"policy": TrainState(self.model, self.optimizer), "counter": Counter(value)}
+
+    def value(self):
+        return self.model.weight.unique().item()
+
+
+def saved_or_not(directory, step):
+    """Whether a save of `step` succeeds; either way what was or is the newest state loads."""
+    try:
+        save(directory, step, Wide(float(step)).state)
+        newest = step
+    except OSError as error:
+        assert f"step-{step:06d}: not saved" in str(error) and "\n" not in str(error)
+        newest = step - 1
+    run = Wide()
+    assert load(directory, run.state) == newest and run.value() == newest
+    names = {"step-000001", f"step-{newest:06d}"}
+    assert names_in(directory) == names
+    shutil.rmtree(directory / "step-000002", ignore_errors=True)
+    return newest == step
+
+
+def test_a_disk_that_is_full_at_any_page_costs_no_earlier_state(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    size = 1 << 20
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        save(disk / "x", 1, Wide(1.0).state)
+        found = []
+        for num_pages in range(50):
+            room = os.statvfs(disk)
+            ballast = (room.f_bfree - num_pages) * room.f_bsize
+            (disk / "ballast").write_bytes(bytes(ballast))
+            found.append(saved_or_not(disk / "x", 2))
+            (disk / "ballast").unlink()
+        assert not any(found[:25]) and found[-1]
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def test_if_no_checkpoint_is_whole_it_says_so_and_leaves_them(tmp_path):
