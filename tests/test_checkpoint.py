@@ -341,6 +341,8 @@ def test_a_damaged_checkpoint_is_said_to_be_and_the_one_before_is_loaded(
     first, last = capfd.readouterr().out.splitlines()
     assert re.search(rf"step-000002 is damaged \(.*\b{re.escape(file.strip('.'))} ?", first)
     assert last == f"resume: from {tmp_path}/step-000001"
+    if how is cut and file != "manifest":
+        assert re.search(r"has (\d+) bytes of (\d+)\)", first)
     save(tmp_path, 2, run.state)  # the run goes on
     assert names_in(tmp_path) == {"step-000001", "step-000002", "step-000002.damaged"}
 

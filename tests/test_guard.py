@@ -318,3 +318,13 @@ def test_a_record_is_never_missing_for_a_state_that_is_saved(tiny, files, tmp_pa
         train(args, **killed)
     assert [record["step"] for record in records(args.run.directory)] == [0]
     assert load(args.run.directory / "checkpoints", {}) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["--ranks", "2"], ["--script", "ppo", "--torchrun"]])
+def test_a_run_that_is_killed_five_times_ends_as_if_it_had_not_been(words):
+    command = [sys.executable, ROOT / "tests" / "kills.py", "--kills", "5", *words]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    job = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
+    assert job.returncode == 0, job.stdout + job.stderr[-3000:]
+    assert "5 kills" in job.stdout and "bit-equal" in job.stdout
