@@ -47,8 +47,9 @@ from losses import actor_loss
 from model import load_policy, optimizer_step
 from packing import BatchConfig, lay_out, sequence
 from reshard import sync_weights
-from rollout import Engine, Rollout, RolloutConfig, evaluate
+from rollout import Engine, Rollout, RolloutConfig
 from run import command_line, from_json
+from sampling import evaluate
 from vllm_backend import VllmBackend
 
 ROOT = Path(grpo.__file__).parent
@@ -641,7 +642,7 @@ def test_the_last_evaluation_is_of_the_model_that_is_exported(
 
     base = dict(eval_paths=(str(files / "7.jsonl"),), eval_every=1, learning_rate=3e-2)
     args = settings(tiny, files, tmp_path, entry, **base | changes)
-    directory = train(args, **{"rollout.evaluate": watched})
+    directory = train(args, **{"sampling.evaluate": watched})
     assert "eval/reward" in records(directory)[-1]
     evaluated = torch.load(tmp_path / "evaluated.pt")
     exported = weights(directory)
