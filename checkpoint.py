@@ -27,8 +27,7 @@ whose schedule goes on from it.
     save("checkpoints", first_step + 1, state)
 
 What we give up: asynchronous saves (with DCP's, one run in five ended with a rank aborted). CRC-32
-finds what a disk or a copy spoils, not what somebody changes on purpose.
-Source: torch.distributed.checkpoint.
+finds what a disk spoils, not what somebody changes. Source: torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -173,10 +172,9 @@ def _write(directory: Path, step: int, state: Mapping[str, Any]) -> tuple[str | 
         for name, value in state.items()
         if not isinstance(value, TrainState)
     }
-    whole = {"step": step, "world_size": _world_size(), "state": small}
     rank_file = directory / f"rank{_rank()}.pt"
     try:
-        torch.save(whole, rank_file)
+        torch.save({"step": step, "world_size": _world_size(), "state": small}, rank_file)
         mine = [rank_file, *directory.glob(f"__{_rank()}_*")]
         if _is_rank0():
             mine.append(directory / ".metadata")
@@ -239,9 +237,9 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(hidden)
 
 
-def load(out_dir: str | Path, state: Mapping[str, Any]) -> int:
-    """The step of the newest whole checkpoint in out_dir, after loading it into `state`; 0 if there
-    is none.
+def load(out_dir: str | Path, state: Mapping[str, Any], *, step: int | None = None) -> int:
+    """The step of the newest whole checkpoint in out_dir, or of that of `step`, after loading it
+    into `state`; 0 if there is none.
 
     Collective. On another number of ranks entries that belong to one rank (generators) come from
     some rank's file, with a message. Damaged ones are passed over with a message, and get the
@@ -249,6 +247,8 @@ def load(out_dir: str | Path, state: Mapping[str, Any]) -> int:
     or of other entries, if all are damaged, and if ranks see different ones.
     """
     found = _complete(Path(out_dir))
+    if step is not None:
+        found = [directory for directory in found if _step_of(directory) == step]
     names = _gather([directory.name for directory in found])
     if any(theirs != names[0] for theirs in names):
         rule = "the directory must be on a file system that all ranks share"
