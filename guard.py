@@ -42,6 +42,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+GRACE_S = 30  # between SIGTERM and SIGKILL, of most schedulers
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -65,6 +66,7 @@ class Guard:
         self.num_steps = num_steps
         self.decode = decode
         self.save_at = save_at
+        self._is_first = True  # no step has ended yet
         self._saved_at = time.monotonic()
         self._save_s = 0.0  # that the last save took
         self._is_saved = False  # after this step
@@ -136,6 +138,10 @@ class Guard:
         if num_done % self.save_at:
             return False
         waited_s = time.monotonic() - self._saved_at
+        if self._is_first and waited_s > GRACE_S and _is_rank0():
+            advice = "ask the scheduler for more time: see --signal in examples/slurm.sh"
+            print(f"a save on SIGTERM waits up to {waited_s:.0f} s; {advice}", flush=True)
+        self._is_first = False
         is_time = waited_s >= max(60 * config.save_minutes, 50 * self._save_s)
         asked = self._asked
         if self._launcher is not None and os.getppid() != self._launcher:

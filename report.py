@@ -33,6 +33,7 @@ that nothing could be measured, or NaN.
     actor/reward_kl_penalty       KL to the reference in the reward, nats per token; _coeff: weight
     actor/entropy                 entropy of the policy, nats per token
     actor/grad_norm, actor/lr     gradient norm before clipping; learning rate; critic/*: the same
+    actor/skipped                 minibatches not trained on, as their gradient was not finite
     critic/vf_loss                squared error of the values, halved
     critic/vf_clipfrac            share of values that left the clip band
     critic/vf_explained_var       1 - Var(returns - values) / Var(returns), before the update

@@ -57,6 +57,17 @@ def test_the_state_is_saved_every_ten_minutes_and_at_the_end(clock):
     assert found == [False, False, True, False, False, True, False, False, True]
 
 
+@pytest.mark.parametrize("step_s", [20, 40])
+def test_a_step_that_outlasts_a_schedulers_patience_is_said_once(clock, capsys, step_s):
+    watch = make()
+    for step in range(3):
+        clock.now += step_s
+        watch.is_save_due(step)
+    advice = "ask the scheduler for more time: see --signal in examples/slurm.sh"
+    said = f"a save on SIGTERM waits up to 40 s; {advice}\n"
+    assert capsys.readouterr().out == (said if step_s == 40 else "")
+
+
 def test_saving_takes_at_most_2_percent_of_the_time(clock):
     """A save of 60 s: not every 10 minutes but every 50."""
     watch = make(num_steps=1000)
@@ -110,9 +121,8 @@ def test_a_save_that_fails_is_said_and_tried_again_later(clock, capsys):
     assert watch.is_save_due(0)
     with watch.saving():
         raise OSError("step-000001: not saved (No space left on device)")
-    assert capsys.readouterr().out == (
-        "warning: the state can't be written: step-000001: not saved (No space left on device)\n"
-    )
+    said = "the state can't be written: step-000001: not saved (No space left on device)\n"
+    assert capsys.readouterr().out.endswith(f"warning: {said}")
     clock.now += 1
     assert not watch.is_save_due(1)
     clock.now += 600

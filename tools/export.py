@@ -14,6 +14,7 @@ import json
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import checkpoint
 import hub
@@ -39,12 +40,16 @@ def main(args: argparse.Namespace) -> None:
         config = run.from_json(model.ModelConfig(), settings["model"] | {"compile": False})
         policy = model.load_policy(path, mesh, config)
         state = {"policy": checkpoint.TrainState(policy, ())}
-        if not checkpoint.load(args.run / "checkpoints", state, step=args.step):
+        step = checkpoint.load(args.run / "checkpoints", state, step=args.step)
+        if step == 0:
             which = "state" if args.step is None else f"state of step {args.step}"
             saved = ", ".join(map(str, run.saved_steps(args.run))) or "none"
             raise ValueError(f"{args.run}: has no saved {which}; there are: {saved}")
     dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
-    hub.export(reshard.iter_full_params(policy, dtype=dtype), path, args.out, dtype)
+    hub.save_safetensors(reshard.iter_full_params(policy, dtype=dtype), args.out)
+    if dist.get_rank() == 0:
+        hub.copy_model_files(path, args.out, dtype)
+        print(f"the model after step {step} is in {args.out}", flush=True)
 
 
 if __name__ == "__main__":
