@@ -151,7 +151,7 @@ class Engine:
         self.dtype = torch.bfloat16 if is_half else torch.float32
         self.max_model_len = max_prompt_tokens + config.max_response_tokens
         self.state: Literal["asleep", "weights", "ready"] = "asleep"
-        # By hash of a prompt: the length of its response that ended last.
+        # By hash of a prompt: the length of its last response.
         self.expected_lengths: dict[int, int] = {}
         self.backend = make_backend(
             path,
@@ -224,26 +224,20 @@ class Engine:
         seed = int(torch.randint(1 << 31, ())) if seed is None else seed
         rollouts: list[Rollout | None] = [None] * (len(prompts) * num_samples)
         order = self._submission_order(prompts)
+        made = [torch.tensor(prompt) for prompt in prompts]
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):  # the trainer's own draws go on as they were
             torch.manual_seed(seed)
             for ended in self.backend.run(prompts, order, num_samples, temperature, seed):
-                for index, *response in ended:
-                    rollouts[index] = self._to_rollout(
-                        index, prompts[index // num_samples], *response
-                    )
-                if on_finished is not None and ended:
+                for index, ids, logprobs, truncated in ended:
+                    _check_finite(index, logprobs)
+                    prompt = made[index // num_samples]
+                    rollouts[index] = Rollout(prompt, ids, logprobs, truncated)
+                if on_finished is not None:
                     on_finished([(index, rollouts[index]) for index, *_ in ended])
+        for prompt, last in zip(prompts, rollouts[num_samples - 1 :: num_samples], strict=True):
+            self.expected_lengths[hash(tuple(prompt))] = len(last.response_ids)
         return rollouts
-
-    def _to_rollout(
-        self, index: int, prompt: list[int], response_ids: Tensor, logprobs: Tensor, truncated: bool
-    ) -> Rollout:
-        if not torch.isfinite(logprobs).all():
-            bad = f"log-probabilities of response {index} are not finite: {logprobs.tolist()}"
-            raise RuntimeError(f"the sampler computes garbage with this model: {bad:.200}")
-        self.expected_lengths[hash(tuple(prompt))] = len(response_ids)
-        return Rollout(torch.tensor(prompt), response_ids, logprobs, truncated)
 
     def generate_share(
         self,
@@ -307,6 +301,12 @@ class Engine:
     def _require(self, states: str, message: str) -> None:
         if self.state not in states.split():
             raise RuntimeError(f"{message} (the engine is {self.state})")
+
+
+def _check_finite(index: int, logprobs: Tensor) -> None:
+    if not torch.isfinite(logprobs).all():
+        bad = f"log-probabilities of response {index} are not finite: {logprobs.tolist()}"
+        raise RuntimeError(f"the sampler computes garbage with this model: {bad:.200}")
 
 
 def _agree(*values: object) -> bool:
