@@ -1,8 +1,8 @@
 """A guard over a run: when it is saved, how it is stopped, and which minibatches it skips.
 
 The problem. Runs end early: a scheduler takes the machine back, a terminal closes, somebody presses
-Ctrl-C, the launcher dies, a gradient is NaN. What is lost is the time since the last save. Whoever
-had to switch saving on, has not; and every 20 steps is every minute or every day, by the model.
+Ctrl-C, a gradient is NaN. What is lost is the time since the last save. Whoever had to switch saving
+on, has not; and every 20 steps is every minute or every day, by the model.
 
 How it works.
 1. By the clock. `is_save_due` is asked after each step. It says yes when `save_minutes` have passed
@@ -14,8 +14,7 @@ How it works.
    is saved, and all ranks leave with a line that says how to go on. A second one, a second or more
    later, ends the process at once. A thread hears them, since Python's own handlers wait for the
    main thread, which may hang in a collective. Ranks vote after each step, in one all-reduce of two
-   numbers: they act alike whichever of them was asked. A rank whose launcher is gone asks for the
-   same, instead of training on unseen.
+   numbers: they act alike whichever of them was asked.
 3. Gradients that are not finite. optimizer_step leaves the weights as they are, on all ranks, since
    all have the same norm. `count` writes the minibatch's samples to a file. After `max_skipped` in
    a row the run is saved and stops: the weights are those before the first of them.
@@ -73,8 +72,6 @@ class Guard:
         self._asked = 0  # the signal that came first
         self._stop = 0  # the signal that all ranks have agreed to leave by
         self._in_a_row: Counter[str] = Counter()  # skipped minibatches of each model
-        # Without torchrun a parent that ends is a shell that was left.
-        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._listen()
 
     def _listen(self) -> None:
@@ -96,7 +93,9 @@ class Guard:
             if not self._asked:
                 first_at = time.monotonic()
                 self._asked = number
-                if self._launcher is None and _is_rank0():  # otherwise the launcher says it
+                if (
+                    "TORCHELASTIC_RUN_ID" not in os.environ and _is_rank0()
+                ):  # else launch.sh says it
                     what = "this step is finished and saved; once more ends it at once"
                     print(f"{signal.Signals(number).name}: {what}", file=sys.stderr, flush=True)
             elif time.monotonic() - first_at > 1:  # to all processes and to the launcher: two
@@ -143,10 +142,7 @@ class Guard:
             print(f"a save on SIGTERM waits up to {waited_s:.0f} s; {advice}", flush=True)
         self._is_first = False
         is_time = waited_s >= max(60 * config.save_minutes, 50 * self._save_s)
-        asked = self._asked
-        if self._launcher is not None and os.getppid() != self._launcher:
-            asked = asked or signal.SIGHUP
-        votes = torch.tensor([asked, is_time and _is_rank0()], dtype=torch.int64)
+        votes = torch.tensor([self._asked, is_time and _is_rank0()], dtype=torch.int64)
         if dist.is_initialized():
             dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         self._stop, is_time = votes.tolist()
