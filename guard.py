@@ -1,8 +1,8 @@
 """A guard over a run: when it is saved, how it is stopped, and which minibatches it skips.
 
 The problem. Runs end early: a scheduler takes the machine back, a terminal closes, somebody presses
-Ctrl-C, a gradient is NaN. What is lost is the time since the last save. Whoever had to switch saving
-on, has not; and every 20 steps is every minute or every day, by the model.
+Ctrl-C, a gradient is NaN. The time since the last save is lost. Whoever had to switch saving on, has
+not; and every 20 steps is every minute or every day, by the model.
 
 How it works.
 1. By the clock. `is_save_due` is asked after each step. It says yes when `save_minutes` have passed

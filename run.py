@@ -68,7 +68,8 @@ class RunConfig:
         is_name = self.name not in ("", ".", "..") and "/" not in self.name
         rule = "the name of a directory in --output-dir; try run"
         require(is_name, "--name", repr(self.name), rule)
-        require(self.save_minutes >= 0, "--save-minutes", self.save_minutes, "at least 0 (off)")
+        minutes = self.save_minutes
+        require(0 <= minutes < 1e7, "--save-minutes", minutes, "at least 0 (off) and below 1e7")
         require(self.save_every >= 0, "--save-every", self.save_every, "at least 0 (off)")
         require(self.max_skipped >= 1, "--max-skipped", self.max_skipped, "at least 1")
         require(self.keep >= 1, "--keep", self.keep, "at least 1")

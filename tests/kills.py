@@ -254,7 +254,8 @@ def main(args: argparse.Namespace) -> None:
     log = (directory / "log").read_text()
     assert "damaged" not in log
     left = [path.name for path in (directory / "tmp").iterdir()]
-    assert not left, left
+    # torchrun's, of launchers that had no time to remove it.
+    assert all(name.startswith("torchrun_") for name in left), left
     stops = log.count("saved; the same command with --resume goes on")
     print(f"{num_kills} kills, {num_saving} of them while a state was being saved")
     print(f"{stops} stops with a save, {log.count('resume: from')} starts from a state")

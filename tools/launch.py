@@ -260,6 +260,7 @@ def topology(visible, gpus, matrix, numactl):
 def torchrun(*args):
     """torchrun without its report of a failed rank: the rank said it, unless a signal killed it."""
     import logging
+    import tempfile
 
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -268,7 +269,8 @@ def torchrun(*args):
     logging.disable(logging.ERROR)
     passed_on = pass_signals_on()
     try:
-        run.run(run.parse_args(args))
+        with tempfile.TemporaryDirectory(prefix="torchrun_") as logs:  # its own is left behind
+            run.run(run.parse_args(["--log-dir", logs, *args]))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if not passed_on and failure.exitcode > 0:
