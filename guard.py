@@ -1,7 +1,7 @@
 """A guard over a run: when it is saved, how it is stopped, and which minibatches it skips.
 
 The problem. Runs end early: a scheduler takes the machine back, a terminal closes, somebody presses
-Ctrl-C, a gradient is NaN. The time since the last save is lost. Whoever had to switch saving on, has
+Ctrl-C, a gradient is NaN. The time since the last save is lost. Whoever had to switch saving on has
 not; and every 20 steps is every minute or every day, by the model.
 
 How it works.
