@@ -707,14 +707,16 @@ def test_functions_may_fork_and_the_forks_neither_answer_nor_stay(functions):
             scorer.submit(index, sample)
         rewards, stats = scorer.collect(6)
         assert rewards == [1] * 6 and stats["error_frac"] == 0
-        time.sleep(0.2)
-        scorer.submit(0, samples[0])
-        assert scorer.collect(1)[0] == [1]
         (worker,) = children() - before
-        time.sleep(0.2)
-        assert (
-            len(children(worker)) <= 1
-        )  # the fork of the last sample, whose end the next call will note
+        for _ in range(30):  # on busy cores a fork needs a while to end
+            time.sleep(0.1)
+            scorer.submit(0, samples[0])
+            assert scorer.collect(1)[0] == [1]
+            time.sleep(0.1)
+            num_left = len(children(worker))
+            if num_left <= 1:  # the fork of the last sample, whose end the next call will note
+                break
+        assert num_left <= 1
     assert children() == before
 
 
