@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from rows import best_time_s, make_model, random_sequences
 from torch import nn
 
+import attention
 from attention import packed_attention, rotary_limit, use_packed_attention
 from logprobs import token_logprobs
 from packing import pack
@@ -312,3 +313,22 @@ def test_the_way_back_to_padded_batches_is_named_and_works():
         model(torch.ones(2, 6, dtype=torch.int64), use_cache=False)
     model.set_attn_implementation("sdpa")
     assert model(torch.ones(2, 6, dtype=torch.int64), use_cache=False).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_gpu_kernel_is_asked_for_the_past_inside_the_window(monkeypatch, window):
+    """The kernel's window is what lies before a token; ours counts the token itself as well."""
+
+    def kernel(q, k, v, starts, _, longest, __, *, scale, window_size, enable_gqa=False):
+        lengths = starts.diff().tolist()
+        before, after = window_size
+        assert longest == max(lengths) and after == 0
+        heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return reference(*heads_first, lengths, scale, before + 1 if before >= 0 else None)[0]
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    q, k, v = inputs(sum(LENGTHS), kv_heads=2)
+    edges = torch.tensor([0, *LENGTHS]).cumsum(0)
+    found = attention._varlen_attention(q, k, v, None, window, edges, max(LENGTHS))
+    expected = reference(q, k, v, LENGTHS, sliding_window=window)
+    torch.testing.assert_close(found, expected)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from engines import ALSO_STOPS, EOS, FP32, LIMIT, PROMPTS, Kept, facts
 from lab import lab
+from ranks import run_ranks
 from tiny import KINDS, save_tiny
 
 from data import Prompt
@@ -644,3 +645,31 @@ def test_a_response_cut_off_behind_a_special_token_keeps_it():
     engine = engine_that_ends(response=(3, end), truncated=True)
     draw(engine, scorer, tokenizer, [Prompt([3], "1", "", "", {})], 1, seed=0)
     assert scorer[0]["response"].endswith("</think>")
+
+
+def test_begins_ends_and_pads_inside_a_response_are_no_content():
+    scorer = Submitted()
+    tokenizer = addition.make_tokenizer()
+    pad = tokenizer.pad_token_id
+    engine = engine_that_ends(response=(pad, 3, EOS, 4, pad), truncated=True)
+    draw(engine, scorer, tokenizer, [Prompt([3], "1", "", "", {})], 1, seed=0)
+    assert scorer[0]["response"] == tokenizer.decode([3, 4])
+
+
+def test_a_response_is_scored_in_its_own_place_on_every_rank():
+    """3 prompts x 2 samples on 2 ranks: one prompt on the first, two on the second. The places are
+    those of the flat order of what a rank owns.
+    """
+
+    def job():
+        engine = engine_that_ends(response=(3, EOS))
+        ended = []
+        drawn = engine.generate_share(
+            [[3], [4], [5]], 2, seed=0, on_finished=lambda *each: ended.append(each)
+        )
+        flat = [(p, rollout) for p, rollouts in drawn.items() for rollout in rollouts]
+        for place, position, rollout in ended:
+            assert flat[place][0] == position and flat[place][1] is rollout
+        return [place for place, _, _ in ended], [position for _, position, _ in ended]
+
+    assert run_ranks(2, job) == [([0, 1], [0, 0]), ([0, 1, 2, 3], [1, 1, 2, 2])]

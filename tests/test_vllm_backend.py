@@ -1,6 +1,7 @@
 """What is asked of vLLM: eight bits, an fp32 residual stream, models taken from Transformers."""
 
 import contextlib
+import os
 
 import pytest
 import torch
@@ -180,3 +181,17 @@ def test_on_a_gpu_the_engine_is_asked_for_it_unless_its_weights_have_8_bits(monk
         backend = VllmBackend("", RolloutConfig(**setting), **sizes)
         assert backend.fp32_residual is expected
         assert backend._arguments()["additional_config"] == {"fp32_residual": expected}
+
+
+def test_building_an_engine_takes_nothing_from_the_trainers_generator_and_threads(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    set_num_threads = torch.set_num_threads
+    with vllm_backend._globals_restored():
+        torch.manual_seed(0)
+        torch.set_num_threads = None
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.set_num_threads is set_num_threads
+    assert os.environ["LOCAL_WORLD_SIZE"] == "3"
