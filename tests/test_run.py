@@ -448,3 +448,10 @@ def test_an_error_on_one_rank_ends_the_job_soon_with_its_traceback(tmp_path):
         "[rank 1] Traceback" in job.stderr
         and "NameError: name 'nonsense' is not defined" in job.stderr
     )
+
+
+def test_a_state_is_saved_every_so_many_steps_and_after_the_last():
+    def saved(every):
+        return [step for step in range(5) if RunConfig(save_every=every).is_save_due(step, 5)]
+
+    assert (saved(0), saved(2), saved(5)) == ([], [1, 3, 4], [4])
