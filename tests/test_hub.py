@@ -13,6 +13,7 @@ from rows import make_model
 from safetensors.torch import load_file
 from tiny import save_tiny
 
+import hub
 from hub import (
     copy_model_files,
     export,
@@ -334,3 +335,16 @@ def test_the_memory_plan_is_of_a_rank_and_adam_has_two_moments(tmp_path):
         [plan, *_] = run_ranks(world_size, memory_plan, str(tmp_path), "float32", 1)
         found = re.findall(r"(?:weights|gradients|optimizer) ([\d.]+)", plan)
         assert [float(x) for x in found] == sizes
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_download_that_fails_on_one_rank_stops_all_with_its_message(failing):
+    """The first rank of the host downloads, the other one looks into the cache."""
+
+    def job():
+        problem = "the disk is full" if dist.get_rank() == failing else None
+        hub._snapshot = lambda name, flag: ("somewhere", problem)
+        with pytest.raises(ValueError, match="the disk is full"):
+            hub._fetch("somebody/model", "--model")
+
+    run_ranks(2, job)
