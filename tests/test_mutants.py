@@ -109,6 +109,4 @@ def test_what_a_test_sees_is_told_from_what_survives(tmp_path):
     job = subprocess.run(
         [sys.executable, "-c", program], cwd=tests, capture_output=True, text=True, timeout=60
     )
-    assert (
-        "tests/test_code.py: fails without a fault (tests/test_code.py::test_double)" in job.stderr
-    )
+    assert "tests/test_code.py::test_double: fails without a fault" in job.stderr
