@@ -536,3 +536,24 @@ def test_the_critic_begins_as_the_reward_model(tiny, files, tmp_path):
     reward_model = random_reward_model(tmp_path / "reward")
     run = train(job(tiny, files, tmp_path, num_steps=1, reward_model_path=reward_model))
     assert abs(records(run)[0]["critic/vf_explained_var"]) > 1e-3
+
+
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+def test_beyond_the_target_kl_no_later_minibatch_of_the_step_is_taken(tiny, files, tmp_path, entry):
+    """Of four the second is beyond the target, and the last two would not be."""
+    actor_gradients = entry.actor_gradients
+    kls = iter([0.0, 1.0, 0.0, 0.0])
+
+    def scripted(*arguments):
+        actor_gradients(*arguments)
+        return torch.tensor(next(kls))
+
+    def counted(model, *rest):
+        with open(tmp_path / "steps", "a") as file:
+            print("critic" if hasattr(model, "score") else "policy", file=file)
+        return optimizer_step(model, *rest)
+
+    changes = dict(num_steps=1, batch=dict(num_epochs=2), loss=dict(target_kl=0.5))
+    replaced = {f"{entry.__name__}.actor_gradients": scripted, "model.optimizer_step": counted}
+    train(settings(tiny, files, tmp_path, entry, **changes), **replaced)
+    assert (tmp_path / "steps").read_text().split().count("policy") == 1
