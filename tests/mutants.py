@@ -15,6 +15,7 @@ its tests run up to the first failure, and the file is restored.
 
     bash launch.sh python tests/mutants.py                 # all: an hour and a half on one core
     bash launch.sh python tests/mutants.py --only losses   # whose file or name has this in it
+    bash launch.sh python tests/mutants.py --left          # that no record has as seen
 
 Results go to benchmarks/results/mutants.jsonl, where those of other faults stay. The exit status is
 1 if a fault without a "why" survives, or if less than 97 % are seen.
@@ -103,13 +104,17 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="a part of the file's or the fault's name")
+    parser.add_argument("--left", action="store_true", help="those that no record has as seen")
     parser.add_argument("--jobs", type=int, default=1, help="faults at work at once")
     args = parser.parse_args()
     faults = read_faults(ROOT)
+    records = _earlier_records(faults)
     chosen = [each for each in faults if args.only in f"{each.file} {each.fault}"]
+    if args.left:
+        chosen = [each for each in chosen if not records.get(each, {}).get("seen")]
     if not chosen:
-        parser.error(f"--only {args.only}: no such fault")
-    records = _earlier_records(faults, chosen)
+        parser.error("no such fault")
+    records = {fault: records[fault] for fault in records if fault not in chosen}
     for fault, outcome in plant(ROOT, chosen, args.jobs):
         records[fault] = _record(fault, outcome)
         print(json.dumps(records[fault]), flush=True)
@@ -229,13 +234,12 @@ def _record(fault: Fault, outcome: Outcome) -> dict:
     return {"file": fault.file, "fault": fault.fault, **seen, "commit": commit}
 
 
-def _earlier_records(faults: Sequence[Fault], chosen: Sequence[Fault]) -> dict[Fault, dict]:
-    """Those of faults that are still in the list and are not planted now."""
+def _earlier_records(faults: Sequence[Fault]) -> dict[Fault, dict]:
+    """Those of faults that are still in the list."""
     file = ROOT / RESULTS
     lines = file.read_text().splitlines()[1:] if file.exists() else []
     found = {(each["file"], each["fault"]): each for each in map(json.loads, lines)}
-    others = [fault for fault in faults if fault not in chosen]
-    known = {fault: found.get((fault.file, fault.fault)) for fault in others}
+    known = {fault: found.get((fault.file, fault.fault)) for fault in faults}
     return {fault: record for fault, record in known.items() if record}
 
 
