@@ -1235,3 +1235,12 @@ def test_the_seed_orders_the_prompts(tiny, files, tmp_path):
         args = settings(tiny, files, tmp_path / str(seed), seed=seed, num_steps=1)
         orders.append([sample["prompt"] for sample in samples(train(args, **SCRIPTED))])
     assert len(orders[0]) == 4 and orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+def test_a_data_set_of_nearly_all_weight_gives_nearly_all_prompts(tiny, files, tmp_path, entry):
+    """The larger set by far has the smaller weight: 3 prompts of the other one in 2 steps of 4."""
+    paths = tuple(str(files / name) for name in ("16.jsonl", "3.jsonl"))
+    changes = dict(data_paths=paths, data=dict(weights=(1.0, 1e6)))
+    found = samples(train(settings(tiny, files, tmp_path, entry, **changes), **SCRIPTED))
+    assert len(found) == 8 and len({sample["prompt"] for sample in found}) == 3
