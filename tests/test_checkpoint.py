@@ -380,7 +380,7 @@ def test_the_weights_are_the_newest_ones_too(tmp_path):
 
 
 def test_no_rank_begins_to_write_before_what_was_left_is_removed(tmp_path, monkeypatch):
-    """MUTANTS 18."""
+    """Else rank 0 may remove what another rank has just written."""
     left = tmp_path / ".step-000002" / "left"
     left.mkdir(parents=True)
 
@@ -479,3 +479,22 @@ def test_a_hosts_own_directories_are_neither_removed_nor_loaded(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"step-001000", "step-9999999", "step-000008"}
     counter = Counter()
     assert load(tmp_path, {"counter": counter}) == 8 and counter.count == 8
+
+
+def test_the_first_rank_waits_for_the_files_of_a_slow_one(tmp_path, monkeypatch):
+    """Else it would miss them, and say that the ranks write to different directories."""
+
+    def job():
+        write = torch.save
+
+        def slow(*arguments):
+            time.sleep(0.5)
+            write(*arguments)
+
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(torch, "save", slow)
+        save(tmp_path, 1, {"generators": GeneratorState()})
+        monkeypatch.undo()
+        return load(tmp_path, {"generators": GeneratorState()})
+
+    assert run_ranks(2, job) == [1, 1]

@@ -605,7 +605,7 @@ def test_what_fails_beside_the_engine_stops_the_run(monkeypatch, what):
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf])
 def test_a_sampler_that_reports_what_is_not_finite_is_stopped(bad):
-    """Review 2.2: -inf doubled a gradient at the cap, NaN was left out, and no alarm saw either."""
+    """-inf doubled a gradient at the cap, NaN was left out, and no alarm saw either."""
     prompt = Prompt([3], "1", "", "", {})
     for response in ((3,), (3, 4, EOS)):
         engine = engine_that_ends(response=response, logprob=bad)
