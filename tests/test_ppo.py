@@ -525,7 +525,7 @@ def test_rows_of_the_critic_add_up_on_all_ranks(tiny, files, tmp_path):
     """One row a minibatch on one rank, many on two."""
     norms = []
     for world_size, tokens_per_row in ((1, 512), (2, 22)):
-        changes = dict(num_steps=1, batch=dict(tokens_per_row=tokens_per_row))
+        changes = dict(num_steps=1, batch=dict(tokens_per_row=tokens_per_row, group_size=4))
         args = job(tiny, files, tmp_path / str(world_size), **changes)
         norms.append(records(train(args, world_size, **SCRIPTED))[0]["critic/grad_norm"])
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
