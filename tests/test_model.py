@@ -828,3 +828,18 @@ def test_a_step_is_of_the_given_rate_and_by_the_betas_of_the_settings():
     second = b1 * (1 - b1) / (1 - b1**2) / math.sqrt(b2 * (1 - b2) / (1 - b2**2))
     assert moves == pytest.approx([1e-3, 1e-3 * second], rel=1e-3)
     assert linear.weight.grad is None
+
+
+def test_the_norm_that_is_returned_is_that_of_all_ranks(paths):
+    """Of N gradients of 1/2: sqrt(N) / 2, from one rank and from two."""
+
+    def job():
+        policy = load(paths["qwen2"])
+        optimizer = make_optimizer(policy, OptimConfig(), 1e-3)
+        with_gradient(policy, 0.5)
+        num_weights = sum(p.numel() for p in policy.parameters())
+        return optimizer_step(policy, optimizer, 1e-3, 1.0), math.sqrt(num_weights) / 2
+
+    for world_size in (1, 2):
+        for norm, expected in run_ranks(world_size, job):
+            assert norm == pytest.approx(expected, rel=1e-5)

@@ -543,3 +543,12 @@ def test_drawing_takes_at_most_2_percent_of_the_time(tmp_path, monkeypatch):
         report.write(step, record())
         clock.now += 24.0
     assert drawn == [0.0, 73.0, 146.0, 195.0]  # after 51 s or more, and at the end
+
+
+def test_a_sample_has_the_advantage_of_its_own_group(tmp_path):
+    """The first one of each group of two."""
+    groups = [group(str(i), torch.tensor([i]), float(i)) for i in range(2)]
+    advantages = torch.tensor([[0.5, -0.5], [1.5, -1.5]])
+    Report(tmp_path, QUIET, 1).write_samples(0, groups, str, advantages)
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["advantage"] for line in lines] == [0.5, 1.5]
