@@ -6,19 +6,24 @@
 For each of P prompts the policy samples a group of G responses; each gets a reward R.
 
     advantage    A_g = (R_g - mean(R)) / std(R) over the group         advantages.group_advantages
-    ratio        r_i = pi(token_i) / pi_old(token_i)                   logprobs.token_logprobs
+    ratio        r_i = pi(token_i) / pi_old(token_i)                   losses.policy_loss
     surrogate    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))    losses.policy_loss
-    loss         sum over response tokens of (w surrogate + kl_coef KL(pi|ref) - entropy_coef H)
+    loss         sum over response tokens of (w surrogate + kl_coef KL(pi|pi_ref) - entropy_coef H)
                  / number of response tokens in the minibatch          losses.actor_loss
-    w            min(pi_old / pi_sampler, cap): the sampler's kernels are not the trainer's
+    w            min(pi_old / pi_sampler, cap)                         losses.sampler_correction
+
+pi is the policy as it is trained, pi_old the policy before this step's update, pi_ref the policy
+before the run. pi_sampler is pi_old as the engine computes it: other kernels, other rounding. The
+logarithms of all four at the sampled tokens are logprobs.token_logprobs.
 
 `main` has the six phases. All sizes that a user gives are over all ranks; gradients do not depend
 on the number of ranks or rows.
 
-Variants are flags:
+Variants are flags; the defaults are GRPO with DAPO's divisor and clip, and no KL term:
+    Paper      --loss.normalize sequence --loss.clip-high 0.2 --loss.kl-coef 0.04
     Dr. GRPO   --advantage.no-scale-by-std --loss.normalize constant
     RLOO       --advantage.baseline leave_one_out --advantage.no-scale-by-std
-    REINFORCE  --advantage.baseline batch
+    REINFORCE  --advantage.baseline batch --advantage.no-scale-by-std
     DAPO       --loss.normalize token --resample-tries 8 --advantage.overlong-buffer 512
     GSPO       --loss.ratio sequence --loss.normalize sequence
                --loss.clip-low 3e-4 --loss.clip-high 4e-4
@@ -28,7 +33,7 @@ Source: Shao 2024 (arXiv:2402.03300).
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
@@ -40,8 +45,10 @@ import advantages
 import attention
 import checkpoint
 import comms
+import curves
 import data
 import exchange
+import hardware
 import hf_backend
 import hub
 import logprobs
@@ -54,6 +61,7 @@ import report
 import reshard
 import rollout
 import run
+import sampling
 import scheduler
 import vllm_backend
 from advantages import AdvantageConfig
@@ -64,8 +72,9 @@ from model import ModelConfig, OptimConfig
 from packing import BatchConfig, PackedRow
 from report import LogConfig
 from rewards import RewardConfig, Scorer
-from rollout import Group, RolloutConfig
+from rollout import RolloutConfig
 from run import RunConfig
+from sampling import Group
 
 # What a rank without samples puts in its rows.
 EMPTY = packing.empty_sequence("advantages", "rollout_logprobs")
@@ -93,7 +102,7 @@ class Args:
     refresh_every: int = 0
     """Copy the policy into the reference every this many steps; 0: never."""
     eval_every: int = 0
-    """Evaluate every this many steps, and at the last, by greedy decoding; 0: never."""
+    """Evaluate greedily every this many steps, from step 0 on, and after the last; 0: never."""
     eval_samples: int = 0
     """Samples per evaluation prompt for mean@k and pass@k, besides the greedy one; 0: none."""
     verify_sync: bool = False
@@ -138,10 +147,13 @@ class Args:
 
 def main(asked: Args) -> None:
     mesh = run.init_distributed(asked.seed, asked.timeout_s)
+    meter = metrics.Metrics(hardware.Device(), hardware.process_age())
+    meter.lap("import")
     with run.refusals():
         args = addition.prepare(asked)  # without --model: the paths of a small model and its data
         path, tokenizer, stream, eval_prompts, scorer = prepare(args)
         asked.run.check(asked, path)
+        meter.lap("data")
         policy, reference, optimizer = load_models(args, path, mesh)
         state = {
             "policy": checkpoint.TrainState(policy, optimizer),
@@ -153,17 +165,17 @@ def main(asked: Args) -> None:
         out_dir = args.run.directory
         checkpoints = out_dir / "checkpoints"
         first_step = checkpoint.load(checkpoints, state) if args.run.resume else 0
-        parked = offload.Offload(args.offload, reference, optimizer)
+        offloader = offload.Offload(args.offload, reference, optimizer)
+        meter.lap("models")
         engine = make_engine(args, path, tokenizer)
         asked.run.open(asked)
-        settings = asdict(asked)
-        journal = report.Report(
-            out_dir, args.log, args.num_steps, first_step=first_step, settings=settings
-        )
-    heat = args.rollout.temperature
+        journal = report.Report(out_dir, args.log, args.num_steps, first_step, asked, curves.plot)
+        meter.lap("engine")
+    temperature = args.rollout.temperature
     sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
-    logprobs.warm_up([policy, reference], sizes, parked.present)
-    meter = metrics.Metrics()
+    logprobs.warm_up([policy, reference], sizes, offloader.present)
+    meter.lap("warm_up")
+    journal.write_start(meter.reduce())
 
     for step in range(first_step, args.num_steps):
         # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case. A
@@ -175,36 +187,37 @@ def main(asked: Args) -> None:
             groups = sample_groups(args, step, engine, scorer, tokenizer, stream, meter)
 
         with meter.timer("layout"):
-            # 2. Score: compare each response with its siblings. A group is whole on one rank.
-            scores = compare(args, groups)  # advantages [P of this rank, G]
+            # 2. Score. The rewards came with the samples; a response's advantage is its reward
+            # against the other responses to its prompt. A group is whole on one rank.
+            group_advantages = compare(args, groups)  # [P of this rank, G]
 
             # 3. Lay out. A minibatch is a fixed slice of the global prompt order; its rows stay
             # the same for all passes and epochs.
-            sequences, places = to_sequences(args, groups, scores)
+            sequences, minibatch_of = to_sequences(args, groups, group_advantages)
             rows, totals = packing.lay_out(
-                sequences, places, args.batch, exchange=exchange.exchange, like=EMPTY
+                sequences, minibatch_of, args.batch, exchange=exchange.exchange, like=EMPTY
             )
             meter.add_layout(rows, args.batch.tokens_per_row)
-            journal.write_samples(step, groups, tokenizer.decode, scores)
+            journal.write_samples(step, groups, tokenizer.decode, group_advantages)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
 
-        # 4. Log-probabilities that stay fixed during the update.
+        # 4. Log-probabilities stay fixed while the batch is used.
         with meter.timer("old_logprobs"):
-            # The first minibatch of a single pass meets the policy as it is: its ratio is 1.
+            # In a single pass the first minibatch meets the policy unchanged: its ratio is 1.
             skip = 1 if args.batch.num_epochs == 1 else 0
-            rows = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature=heat, skip=skip)
+            rows = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature, skip)
         if reference is not None:
-            with meter.timer("ref_logprobs"), parked.present(reference):
-                rows = logprobs.with_logprobs(reference, rows, "ref_logprobs", temperature=heat)
+            with meter.timer("ref_logprobs"), offloader.present(reference):
+                rows = logprobs.with_logprobs(reference, rows, "ref_logprobs", temperature)
 
         # 5. Update. Each loss term is divided by its minibatch's total over all ranks, so the
         # gradients of rows and ranks just add up.
         rate = model.learning_rate_at(step, args.num_steps, args.learning_rate, args.optim)
-        with meter.timer("update"), parked.present(optimizer):
+        with meter.timer("update"), offloader.present(optimizer):
             for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
                 kl = actor_gradients(args, policy, rows[m], totals[m], meter)
                 if args.loss.target_kl and metrics.total(kl) > args.loss.target_kl:
-                    policy.zero_grad()  # this step is not taken, and no other of this batch
+                    policy.zero_grad()  # neither this step is taken nor any later one of the batch
                     break
                 norm = model.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
                 meter.update({"actor/grad_norm": norm, "actor/lr": rate})
@@ -215,12 +228,12 @@ def main(asked: Args) -> None:
                 sync(args, policy, engine, meter)
                 evaluate(args, engine, scorer, tokenizer, eval_prompts, meter)
         if mesh.size() > 1:  # a probe: the gradients' own collectives run beside the computation
-            meter.add("communication/nccl_bw_gb", metrics.measure_bandwidth(1 << 22))
+            meter.add("communication/nccl_bw_gb", hardware.measure_bandwidth(1 << 22))
         if args.refresh_every and (step + 1) % args.refresh_every == 0:
-            with parked.present(reference):
+            with offloader.present(reference):
                 model.copy_weights(policy, reference)
         if args.run.is_save_due(step, args.num_steps):
-            with meter.timer("save"), parked.present(reference, optimizer):
+            with meter.timer("save"), offloader.present(reference, optimizer):
                 checkpoint.save(checkpoints, step + 1, state, keep=args.run.keep)
         journal.write(step, meter.reduce())
 
@@ -286,7 +299,7 @@ def sync(args: Args, policy: nn.Module, engine: rollout.Engine, meter) -> None:
 def evaluate(args: Args, engine, scorer, tokenizer, prompts: list[data.Prompt], meter) -> None:
     """Greedy reward and, of --eval-samples k, mean@k and pass@k, on the held-out prompts."""
     seed = data.sampling_seed(args.seed, "eval")
-    rollout.evaluate(engine, scorer, tokenizer, prompts, args.eval_samples, seed, meter)
+    sampling.evaluate(engine, scorer, tokenizer, prompts, args.eval_samples, seed, meter)
 
 
 def sample_groups(args: Args, step: int, engine, scorer, tokenizer, stream, meter) -> list[Group]:
@@ -302,11 +315,11 @@ def sample_groups(args: Args, step: int, engine, scorer, tokenizer, stream, mete
         prompts = stream.take(num_missing)
         seed = data.sampling_seed(args.seed, step, attempt)
         with meter.timer("rollout"):
-            drawn = rollout.draw(engine, scorer, tokenizer, prompts, size, seed)
+            drawn = sampling.draw(engine, scorer, tokenizer, prompts, size, seed)
         with meter.timer("reward"):
             rewards, stats = scorer.collect(len(drawn) * size)
         meter.update(stats, len(rewards), prefix="reward/")
-        for group in rollout.to_groups(prompts, drawn, rewards):
+        for group in sampling.to_groups(prompts, drawn, rewards):
             meter.add_group(group.prompt.source, group.rewards, group.rollouts)
             if args.resample_tries == 1 or advantages.has_spread(group.rewards):
                 kept.append(group._replace(position=num_seen + group.position))
@@ -338,11 +351,11 @@ def compare(args: Args, groups: list[Group]) -> Tensor:
 
 
 def to_sequences(
-    args: Args, groups: list[Group], scores: Tensor
+    args: Args, groups: list[Group], group_advantages: Tensor
 ) -> tuple[list[dict[str, Tensor]], list[int]]:
     """This rank's samples, and the minibatch of each. Collective."""
     sequences = []
-    for group, row in zip(groups, scores.tolist(), strict=True):
+    for group, row in zip(groups, group_advantages.tolist(), strict=True):
         for sample, advantage in zip(group.rollouts, row, strict=True):
             made = packing.sequence(
                 sample.prompt_ids,
@@ -352,8 +365,8 @@ def to_sequences(
                 rollout_logprobs=sample.logprobs,
             )
             sequences.append(made)
-    places = args.batch.minibatches([group.position for group in groups])
-    return sequences, [place for place in places for _ in range(args.batch.group_size)]
+    minibatch_of = args.batch.minibatches([group.position for group in groups])
+    return sequences, [m for m in minibatch_of for _ in range(args.batch.group_size)]
 
 
 def actor_gradients(

@@ -14,7 +14,7 @@ attention, sleep: the copy stays on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -73,17 +73,16 @@ class HfBackend:
         num_samples: int,
         temperature: float,
         seed: int,
-        finish: Callable[[int, Tensor, Tensor, bool], None],
-    ) -> None:
-        """finish(p * num_samples + g, response ids, log-probabilities, truncated) as responses end.
+    ) -> Iterator[list[tuple[int, Tensor, Tensor, bool]]]:
+        """[(p * num_samples + g, response ids, log-probabilities, truncated), ...] as they end.
 
         torch is seeded already, for backends without a seed per request.
         """
         repeated = [prompt for prompt in prompts for _ in range(num_samples)]
         for start in range(0, len(repeated), self.batch_size):
             batch = repeated[start : start + self.batch_size]
-            for index, ended in enumerate(self._generate_batch(batch, temperature), start):
-                finish(index, *ended)
+            ended = self._generate_batch(batch, temperature)
+            yield [(index, *response) for index, response in enumerate(ended, start)]
 
     @torch.no_grad()
     def _generate_batch(

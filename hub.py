@@ -69,6 +69,7 @@ def load_tokenizer(path: str, label: str):
         raise ValueError(f"{label}: its tokenizer does not load ({why}); {advice}") from None
     if not words:  # what Transformers makes of a directory without one
         raise ValueError(f"{label}: has no tokenizer; {advice}")
+    tokenizer.clean_up_tokenization_spaces = False  # made for WordPiece; elsewhere it eats spaces
     return tokenizer
 
 
@@ -157,11 +158,17 @@ def _raise_any(problem: str | None) -> None:
             raise ValueError(found)
 
 
-def find_critic(name: str, longest: int, flag: str, policy_path: str, *, has_head: bool) -> str:
-    """find_model for a critic or reward model, which must have the policy's tokens; "" stays "".
+def find_reward_model(name: str, longest: int, policy_path: str) -> str:
+    """find_model for a sequence classifier of one label with the policy's tokens; "" stays ""."""
+    return _find_scorer(name, longest, policy_path, "--reward-model", has_head=True)
 
-    has_head: it must be a sequence classifier with one label. Raises ValueError as find_model does.
-    """
+
+def find_critic(name: str, longest: int, policy_path: str) -> str:
+    """find_model for what a critic starts from, with the policy's tokens; "" stays ""."""
+    return _find_scorer(name, longest, policy_path, "--critic.path", has_head=False)
+
+
+def _find_scorer(name: str, longest: int, policy_path: str, flag: str, has_head: bool) -> str:
     from safetensors import safe_open
 
     if not name:

@@ -125,7 +125,7 @@ def model_scores(model: nn.Module, rows: Sequence) -> list[float]:
 
 @torch.no_grad()
 def with_logprobs(
-    model: nn.Module, rows: list[list], name: str, *, temperature: float, skip: int = 0
+    model: nn.Module, rows: list[list], name: str, temperature: float, skip: int = 0
 ) -> list[list]:
     """The rows of each minibatch with one more field: the model's log-probabilities [N].
 

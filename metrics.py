@@ -25,33 +25,15 @@ appendix B) for MFU; verl's names.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
-import os
-import threading
 import time
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-PEAK_FLOPS = {  # the first name that a device's name contains
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-}
-
-# torch 2.13 renamed it.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Entry(NamedTuple):
@@ -67,14 +49,18 @@ class Metrics:
     `add` does not wait for the device; a timer does, at both ends.
     """
 
-    def __init__(self):
+    def __init__(self, device=None, before_s: float = 0.0):
+        """device: hardware.Device, or None for no figures of it. before_s: seconds that count to
+        what is booked first."""
         self._entries: dict[tuple[str, str], Entry] = {}  # by (name, reduction)
         self._timers: list[str] = []
-        self._since = time.perf_counter()
+        self._since = time.perf_counter() - before_s
         self._rollout_tokens = 0.0  # of the latest step that sampled, over all ranks
         self._rollout_s = 0.0  # since the step before it
         self._costs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> Cost
-        self._device = _DeviceSampler(self._timers)
+        self._device = device
+        if device is not None:
+            device.watch(self._timers)
 
     def add(
         self, name: str, value: float | Tensor, weight: float = 1.0, reduction: str = "mean"
@@ -156,6 +142,12 @@ class Metrics:
             self._book(wait=finished)  # after an exception, what is waited for may never come
             self._timers.pop()
 
+    def lap(self, name: str) -> None:
+        """Books the time since the last timer or lap under `name`; waits for the device."""
+        self._timers.append(name)
+        self._book()
+        self._timers.pop()
+
     def _book(self, wait: bool = True) -> None:
         """The time since the last call goes to the running timer."""
         if wait and torch.cuda.is_available():
@@ -174,7 +166,8 @@ class Metrics:
         record["timing_s/step"] = sum(times)
         self._derive(record)
         self._entries.clear()
-        self._device.clear()
+        if self._device is not None:
+            self._device.clear()
         return record
 
     def _derive(self, record: dict[str, float | None]) -> None:
@@ -193,7 +186,7 @@ class Metrics:
             record.setdefault(signal, None)
         record.setdefault("communication/nccl_bw_gb", None)  # there is no bandwidth on one rank
         flops = record.pop("perf/model_flops", None)
-        peak = peak_flops()
+        peak = self._device.peak_flops if self._device is not None else None
         if flops is not None:
             record["perf/mfu"] = flops / step_s / peak / num_ranks if peak else None
         if "timing_s/rollout" in record:
@@ -203,6 +196,8 @@ class Metrics:
             record["rollout_corr/ess"] = record["rollout_corr/is_weight_mean"] ** 2 / square
 
     def _add_memory(self) -> None:
+        if self._device is None:
+            return
         for phase, gb in self._device.max_memory_gb().items():
             name = f"perf/max_memory_gb/{phase}" if phase else "perf/max_memory_gb"
             self.add(name, gb, reduction="max")
@@ -210,12 +205,8 @@ class Metrics:
             busy_pct = self._device.mean_utilization(phase)
             if busy_pct is not None:
                 self.add(f"memory/{name}_gpu_util_pct", busy_pct)
-        num_pages = int(Path("/proc/self/statm").read_text().split()[1])
-        resident_bytes = num_pages * os.sysconf("SC_PAGE_SIZE")
-        self.add("perf/host_memory_gb", resident_bytes / 2**30, reduction="max")
-        if torch.cuda.is_available():
-            cached_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            self.add("perf/cached_memory_gb", cached_bytes / 2**30, reduction="max")
+        for kind, gb in self._device.memory_gb().items():
+            self.add(f"perf/{kind}_memory_gb", gb, reduction="max")
 
 
 def _merge(old: float | Tensor, new: float | Tensor, reduction: str) -> float | Tensor:
@@ -282,14 +273,6 @@ def total(x: Tensor | float) -> float:
     return x.item()
 
 
-def peak_flops() -> float | None:
-    """Dense bf16 FLOP/s of this device by its datasheet; None if it is not in the table (CPU)."""
-    if not torch.cuda.is_available():
-        return None
-    name = torch.cuda.get_device_name()
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
-
-
 class Cost(NamedTuple):
     """FLOPs of a forward and backward."""
 
@@ -315,86 +298,3 @@ def pass_cost(model: torch.nn.Module) -> Cost:
             token += flops
     # 2 products of 2 x width x length a token, three times (backward counts twice), half of it.
     return Cost(token, scored, 6 * config.num_hidden_layers * width)
-
-
-def measure_bandwidth(num_bytes: int, group: dist.ProcessGroup | None = None) -> float:
-    """Bus GB/s of a reduce-scatter of num_bytes in fp32, as of gradients; NaN on one rank.
-
-    What a rank must send whatever the algorithm, bytes * (W - 1) / W, over the time on the slowest
-    rank, median of five after two to warm up.
-    """
-    num_ranks = dist.get_world_size(group)
-    if num_ranks == 1:
-        return float("nan")
-    device = "cuda" if "nccl" in dist.get_backend_config(group) else "cpu"
-    chunk = torch.zeros(max(1, num_bytes // 4 // num_ranks), device=device)
-    full = torch.zeros(num_ranks * len(chunk), device=device)
-    times = []
-    for _ in range(7):
-        elapsed = torch.zeros(1, device=device)
-        dist.all_reduce(elapsed, group=group)  # so that all start together
-        start = time.perf_counter() + elapsed.item()
-        reduce_scatter(chunk, full, group=group)
-        if elapsed.is_cuda:
-            torch.cuda.synchronize()
-        elapsed += time.perf_counter() - start
-        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX, group=group)
-        times.append(elapsed.item())
-    median = sorted(times[2:])[2]
-    return (num_ranks - 1) * chunk.nbytes / median / 1e9
-
-
-class _DeviceSampler:
-    """NVML utilisation and memory of this rank's GPU, by a thread every 50 ms; or none."""
-
-    def __init__(self, phases: list[str]):
-        """phases: the names of the timers that run, kept up to date by its owner."""
-        self._phases = phases
-        self._samples: list[tuple[tuple[str, ...], float, float]] = []  # phases, per cent, GiB
-        if not torch.cuda.is_available() or importlib.util.find_spec("pynvml") is None:
-            return
-        import pynvml
-
-        try:
-            pynvml.nvmlInit()
-            # By UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's.
-            uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            self._read(pynvml, handle)
-        except pynvml.NVMLError as error:  # parts of a GPU (MIG), drivers that hide UUIDs
-            warnings.warn(f"no utilisation or memory of the GPU: {error}", stacklevel=3)
-            return
-        arguments = (weakref.ref(self), pynvml, handle)
-        threading.Thread(target=_keep_reading, args=arguments, daemon=True).start()
-
-    def _read(self, pynvml, handle) -> None:
-        # Of the device: torch still counts what a sleeping engine has given back as allocated.
-        used_gb = pynvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30
-        busy_pct = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
-        self._samples.append((tuple(self._phases), busy_pct, used_gb))
-
-    def max_memory_gb(self) -> dict[str, float]:
-        """The most in use in each phase that was sampled, and under "" in all of the step."""
-        found: dict[str, float] = {}
-        for phases, _, used_gb in list(self._samples):
-            for name in ("", *phases):
-                found[name] = max(used_gb, found.get(name, 0.0))
-        return found
-
-    def mean_utilization(self, name: str) -> float | None:
-        """Mean per cent inside the phases called `name`; None under half a second together."""
-        values = [busy_pct for phases, busy_pct, _ in list(self._samples) if name in phases]
-        return sum(values) / len(values) if len(values) >= 10 else None
-
-    def clear(self) -> None:
-        self._samples.clear()
-
-
-def _keep_reading(owner: weakref.ref, pynvml, handle) -> None:
-    while (sampler := owner()) is not None:
-        try:
-            sampler._read(pynvml, handle)
-        except pynvml.NVMLError:
-            return
-        del sampler  # else the owner would live as long as this thread
-        time.sleep(0.05)

@@ -17,7 +17,7 @@ Sources: Schulman 2017 (arXiv:1707.06347), Ouyang 2022 (InstructGPT, arXiv:2203.
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
@@ -28,8 +28,10 @@ import advantages
 import attention
 import checkpoint
 import comms
+import curves
 import data
 import exchange
+import hardware
 import hf_backend
 import hub
 import logprobs
@@ -42,6 +44,7 @@ import report
 import reshard
 import rollout
 import run
+import sampling
 import scheduler
 import vllm_backend
 from advantages import GaeConfig, KlController
@@ -52,8 +55,9 @@ from model import ModelConfig, OptimConfig
 from packing import BatchConfig, PackedRow
 from report import LogConfig
 from rewards import RewardConfig, Scorer
-from rollout import Group, RolloutConfig
+from rollout import RolloutConfig
 from run import RunConfig
+from sampling import Group
 
 # What a rank without samples puts in its rows.
 EMPTY = packing.empty_sequence("scores", "rollout_logprobs")
@@ -81,7 +85,7 @@ class Args:
     """Sample every this many steps; the steps between use the last batch, its values and its
     advantages once more."""
     eval_every: int = 0
-    """Evaluate every this many steps, and at the last, by greedy decoding; 0: never."""
+    """Evaluate greedily every this many steps, from step 0 on, and after the last; 0: never."""
     eval_samples: int = 0
     """Samples per evaluation prompt for mean@k and pass@k, besides the greedy one; 0: none."""
     verify_sync: bool = False
@@ -122,10 +126,13 @@ class Args:
 
 def main(asked: Args) -> None:
     mesh = run.init_distributed(asked.seed, asked.timeout_s)
+    meter = metrics.Metrics(hardware.Device(), hardware.process_age())
+    meter.lap("import")
     with run.refusals():
         args = addition.prepare(asked)  # without --model: the paths of a small model and its data
         paths, tokenizer, stream, eval_prompts, scorer = prepare(args)
         asked.run.check(asked, *paths)
+        meter.lap("data")
         models = load_models(args, paths, mesh)
         policy, critic, reference, reward_model = models
         optimizer = model.make_optimizer(policy, args.optim, args.learning_rate)
@@ -141,17 +148,17 @@ def main(asked: Args) -> None:
         out_dir = args.run.directory
         checkpoints = out_dir / "checkpoints"
         first_step = checkpoint.load(checkpoints, state) if args.run.resume else 0
-        parked = offload.Offload(args.offload, *models[1:], optimizer, critic_optimizer)
+        offloader = offload.Offload(args.offload, *models[1:], optimizer, critic_optimizer)
+        meter.lap("models")
         engine = make_engine(args, paths[0], tokenizer)
         asked.run.open(asked)
-        settings = asdict(asked)
-        journal = report.Report(
-            out_dir, args.log, args.num_steps, first_step=first_step, settings=settings
-        )
-    heat = args.rollout.temperature
+        journal = report.Report(out_dir, args.log, args.num_steps, first_step, asked, curves.plot)
+        meter.lap("engine")
+    temperature = args.rollout.temperature
     sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
-    logprobs.warm_up(models, sizes, parked.present)
-    meter = metrics.Metrics()
+    logprobs.warm_up(models, sizes, offloader.present)
+    meter.lap("warm_up")
+    journal.write_start(meter.reduce())
 
     for first in range(first_step, args.num_steps, args.rollout_every):
         # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case. A
@@ -164,35 +171,33 @@ def main(asked: Args) -> None:
             with meter.timer("rollout"):
                 seed = data.sampling_seed(args.seed, first, 0)
                 rule = None if reward_model else scorer
-                size = args.batch.group_size
-                drawn = rollout.draw(engine, rule, tokenizer, prompts, size, seed)
+                drawn = sampling.draw(engine, rule, tokenizer, prompts, args.batch.group_size, seed)
 
         # 2. Score, by the rule or by the reward model.
-        with meter.timer("reward"), parked.present(reward_model):
+        with meter.timer("reward"), offloader.present(reward_model):
             groups = score(args, prompts, drawn, scorer, reward_model, meter)
 
         # 3. Lay out. A minibatch is a fixed slice of the global prompt order; its rows stay
         # the same for all passes and epochs.
         with meter.timer("layout"):
-            sequences, places = to_sequences(args, groups)
+            sequences, minibatch_of = to_sequences(args, groups)
             rows, totals = packing.lay_out(
-                sequences, places, args.batch, exchange=exchange.exchange, like=EMPTY
+                sequences, minibatch_of, args.batch, exchange=exchange.exchange, like=EMPTY
             )
             meter.add_layout(rows, args.batch.tokens_per_row)
             journal.write_samples(first, groups, tokenizer.decode)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
 
-        # 4. Log-probabilities, values and advantages: fixed during the update, so computed once,
-        # whatever the number of steps, passes and minibatches that they serve.
+        # 4. Log-probabilities, values and advantages stay fixed while the batch is used.
         passes = args.batch.num_epochs * args.rollout_every
         with meter.timer("old_logprobs"):
-            # The first minibatch of a single pass meets the policy as it is: its ratio is 1.
+            # In a single pass the first minibatch meets the policy unchanged: its ratio is 1.
             skip = 1 if passes == 1 and not args.gae.kl_coef else 0
-            rows = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature=heat, skip=skip)
+            rows = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature, skip)
         if reference is not None:
-            with meter.timer("ref_logprobs"), parked.present(reference):
-                rows = logprobs.with_logprobs(reference, rows, "ref_logprobs", temperature=heat)
-        with meter.timer("values"), parked.present(critic):
+            with meter.timer("ref_logprobs"), offloader.present(reference):
+                rows = logprobs.with_logprobs(reference, rows, "ref_logprobs", temperature)
+        with meter.timer("values"), offloader.present(critic):
             rows = logprobs.with_values(critic, rows)
         with meter.timer("advantages"):
             rows, stats = advantages.estimate(rows, args.gae, kl_penalty.coef)
@@ -200,7 +205,7 @@ def main(asked: Args) -> None:
 
         for step in range(first, first + args.rollout_every):
             # 5. Update.
-            with meter.timer("update"), parked.present(critic, optimizer, critic_optimizer):
+            with meter.timer("update"), offloader.present(critic, optimizer, critic_optimizer):
                 update(args, step, policy, critic, optimizer, critic_optimizer, rows, totals, meter)
 
             # 6. Report, adapt, save. The last evaluation is of the model that is exported.
@@ -209,11 +214,11 @@ def main(asked: Args) -> None:
                     sync(args, policy, engine, meter)
                     evaluate(args, engine, scorer, tokenizer, eval_prompts, meter)
             if mesh.size() > 1:  # a probe: the gradients' own collectives run beside the update
-                meter.add("communication/nccl_bw_gb", metrics.measure_bandwidth(1 << 22))
+                meter.add("communication/nccl_bw_gb", hardware.measure_bandwidth(1 << 22))
             if args.gae.kl_coef and step + 1 == first + args.rollout_every:
                 kl_penalty.update(stats["actor/reward_kl_penalty"], args.batch.num_samples)
             if args.run.is_save_due(step, args.num_steps):
-                with meter.timer("save"), parked.present(critic, optimizer, critic_optimizer):
+                with meter.timer("save"), offloader.present(critic, optimizer, critic_optimizer):
                     checkpoint.save(checkpoints, step + 1, state, keep=args.run.keep)
             journal.write(step, meter.reduce())
 
@@ -228,10 +233,8 @@ def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Pr
     longest = run.longest(args)
     path = hub.find_model(args.model_path, longest)
     tokenizer = hub.load_tokenizer(path, f"--model {args.model_path}")
-    reward_path = hub.find_critic(
-        args.reward_model_path, longest, "--reward-model", path, has_head=True
-    )
-    own_path = hub.find_critic(args.critic.path, longest, "--critic.path", path, has_head=False)
+    reward_path = hub.find_reward_model(args.reward_model_path, longest, path)
+    own_path = hub.find_critic(args.critic.path, longest, path)
     critic_path = own_path or reward_path or path
     datasets, eval_sets = data.load_all(args.data_paths, args.eval_paths, tokenizer, args.data)
     data.require_columns(eval_sets if reward_path else [*datasets, *eval_sets], scorer.wanted)
@@ -293,7 +296,7 @@ def sync(args: Args, policy: nn.Module, engine: rollout.Engine, meter) -> None:
 def evaluate(args: Args, engine, scorer, tokenizer, prompts: list[data.Prompt], meter) -> None:
     """Greedy reward and, of --eval-samples k, mean@k and pass@k, on the held-out prompts."""
     seed = data.sampling_seed(args.seed, "eval")
-    rollout.evaluate(engine, scorer, tokenizer, prompts, args.eval_samples, seed, meter)
+    sampling.evaluate(engine, scorer, tokenizer, prompts, args.eval_samples, seed, meter)
 
 
 def score(args: Args, prompts, drawn, scorer: Scorer, reward_model, meter) -> list[Group]:
@@ -306,7 +309,7 @@ def score(args: Args, prompts, drawn, scorer: Scorer, reward_model, meter) -> li
         texts = [packing.sequence(each.prompt_ids, each.response_ids) for each in sampled]
         rows = packing.pack_alike(texts, args.batch.tokens_per_row)
         rewards = logprobs.model_scores(reward_model, rows)
-    groups = rollout.to_groups(prompts, drawn, rewards)
+    groups = sampling.to_groups(prompts, drawn, rewards)
     for group in groups:
         meter.add_group(group.prompt.source, group.rewards, group.rollouts)
     return groups
@@ -324,8 +327,8 @@ def to_sequences(args: Args, groups: list[Group]) -> tuple[list[dict[str, Tensor
                 rollout_logprobs=sample.logprobs,
             )
             sequences.append(made)
-    places = args.batch.minibatches([group.position for group in groups])
-    return sequences, [place for place in places for _ in range(args.batch.group_size)]
+    minibatch_of = args.batch.minibatches([group.position for group in groups])
+    return sequences, [m for m in minibatch_of for _ in range(args.batch.group_size)]
 
 
 def update(
@@ -350,7 +353,7 @@ def update(
             continue
         kl = actor_gradients(args, policy, rows[m], totals[m], meter)
         if args.loss.target_kl and metrics.total(kl) > args.loss.target_kl:
-            policy.zero_grad()  # this step is not taken, and no other of this pass
+            policy.zero_grad()  # neither this step is taken nor any later one of the batch
             actor_learns = False
             continue
         norm = model.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)

@@ -77,8 +77,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -94,14 +95,12 @@ class LogConfig:
     """Redraw curves.png every this many steps, but in 2 % of the time, and at the end; 0: never."""
     mismatch_alarm: float = 0.01
     """Warn once when rollout_corr/kl, the distance between sampler and trainer in nats per token,
-    exceeds this; bf16 alone gives 0.001, an 8-bit sampler up to 0.03.
-    """
+    exceeds this; bf16 alone gives 0.001, an 8-bit sampler up to 0.03."""
     entropy_alarm: float = 0.01
     """Warn once when actor/entropy falls below this many nats."""
     zero_std_alarm: int = 5
     """Warn once after this many steps in a row in which no group had any spread, or nothing was
-    trained.
-    """
+    trained."""
 
     def __post_init__(self):
         for flag, value, holds, rule in (
@@ -132,15 +131,20 @@ class Report:
         out_dir: str | Path,
         config: LogConfig,
         num_steps: int,
-        *,
         first_step: int = 0,
-        settings: dict | None = None,
+        settings: Any = None,
+        plot: Callable[[Path, Path], None] | None = None,
     ):
-        """Records from first_step on are dropped: the run died after its last save."""
+        """Records from first_step on are dropped: the run died after its last save.
+
+        settings: a dataclass or dictionary, for wandb. plot(metrics file, picture): curves.plot;
+        None: no picture.
+        """
         self.out_dir = Path(out_dir)
         self.config = config
         self.num_steps = num_steps
         self.is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
+        self.plot = plot
         self._said: set[str] = set()
         self._in_a_row = {"spread": 0, "gradient": 0}  # steps without it
         self._step_times: list[float] = []
@@ -154,7 +158,8 @@ class Report:
                 self.out_dir.mkdir(parents=True, exist_ok=True)
                 _keep_before(self.out_dir / name, first_step)
         if config.wandb_project:
-            self._wandb = _start_wandb(config.wandb_project, self.out_dir.name, settings)
+            known = asdict(settings) if is_dataclass(settings) else settings
+            self._wandb = _start_wandb(config.wandb_project, self.out_dir.name, known)
 
     @contextlib.contextmanager
     def _going_on(self, what: Path | str) -> Iterator[None]:
@@ -170,6 +175,14 @@ class Report:
             self._said.add(name)
             _print(f"warning: {message}")
 
+    def write_start(self, record: dict[str, float | None]) -> None:
+        """Where the time before the first step went, from the start of the process on."""
+        if self.is_rank0:
+            times = {name[9:]: s for name, s in record.items() if name.startswith("timing_s/")}
+            total_s = times.pop("step")
+            parts = [f"{name} {s:.1f}" for name, s in times.items()]
+            _print(f"   start  {total_s:.1f} s: {', '.join(parts)}")
+
     def write(self, step: int, record: dict[str, float | None]) -> None:
         """The record of this step to all places."""
         if not self.is_rank0:
@@ -183,8 +196,8 @@ class Report:
         _print(self._console_line(step, record))
         self._warn(record)
         every = self.config.plot_every
-        if every and (is_last or step % every == every - 1):
-            self._plot(is_last)
+        if self.plot and every and (is_last or step % every == every - 1):
+            self._draw(is_last)
 
     def _write_to_wandb(self, step: int, record: dict, is_last: bool) -> None:
         import wandb
@@ -196,11 +209,11 @@ class Report:
         except (wandb.Error, OSError) as error:
             self._say("wandb", f"wandb does not take records ({error})")
 
-    def _plot(self, is_last: bool) -> None:
+    def _draw(self, is_last: bool) -> None:
         start = time.perf_counter()
         if is_last or start - self._plotted_at >= 50 * self._plot_s:
             with self._going_on(self.out_dir / "curves.png"):
-                plot(self.out_dir / "metrics.jsonl", self.out_dir / "curves.png")
+                self.plot(self.out_dir / "metrics.jsonl", self.out_dir / "curves.png")
             self._plotted_at = time.perf_counter()
             self._plot_s = self._plotted_at - start
 
@@ -357,44 +370,3 @@ def _step(record: dict | None) -> float:
     if record is None:
         return math.inf
     return record["step"] if isinstance(record.get("step"), int) else -math.inf
-
-
-def plot(metrics_file: Path, out_file: Path) -> None:
-    """Draw the curves of a metrics.jsonl as one picture; nothing where matplotlib is missing."""
-    if not _is_installed("matplotlib"):
-        return
-    from matplotlib.figure import Figure  # not pyplot, which keeps figures and picks a window
-
-    records = map(_parse, Path(metrics_file).read_bytes().split(b"\n"))
-    records = [record for record in records if math.isfinite(_step(record))]
-    panels = [
-        ("reward", ["reward/mean", "eval/reward"]),
-        ("response length [tokens]", ["response_length/mean"]),
-        ("entropy [nats]", ["actor/entropy"]),
-        ("KL [nats]", ["actor/ppo_kl", "actor/kl_loss", "rollout_corr/kl"]),
-        ("gradient norm", ["actor/grad_norm"]),
-        ("tokens/s", ["throughput/tokens_per_sec"]),
-    ]
-    figure = Figure(figsize=(14, 7))
-    figure.suptitle(out_file.parent.name)
-    for axis, (title, names) in zip(figure.subplots(2, 3).flat, panels, strict=True):
-        for name in names:
-            present = [record for record in records if _can_be_drawn(record.get(name))]
-            steps = [record["step"] for record in present]
-            values = [record[name] for record in present]
-            if present:
-                axis.plot(steps, values, label=name, marker="." if len(steps) < 30 else "")
-        axis.set(title=title, xlabel="step")
-        axis.ticklabel_format(useOffset=False)
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.grid(alpha=0.3)
-        if axis.lines:
-            axis.legend(fontsize=8)
-    figure.tight_layout()
-    part = out_file.with_suffix(".part.png")
-    figure.savefig(part, dpi=90)
-    part.rename(out_file)
-
-
-def _can_be_drawn(x) -> bool:
-    return isinstance(x, (int, float)) and abs(x) < 1e30  # axes overflow above

@@ -5,7 +5,7 @@ search that never ends, one None among 8 siblings that makes 8 advantages NaN. A
 50 ms, one after another, are 12.8 s of idle GPU in each step.
 
 How it works. Scorer keeps num_workers processes that run worker.py, which must lie beside this
-file, without torch. A thread feeds each:
+file, without torch. A thread feeds each, with several samples at a time while many wait:
     submit(3, {"response": ...}) -> thread -> pipe -> worker -> [[0.5, ""]] -> collect
     silent for time_limit_s: its process group is killed and replaced -> "no result within 5 s"
 A reward is one number that is finite in fp32. Anything else (None, NaN, 1e39, an exception, a hang)
@@ -36,11 +36,12 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe
-from typing import Any, ClassVar
+from typing import ClassVar
 from weakref import WeakSet
 
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
@@ -102,7 +103,8 @@ class Scorer:
         self.config = config
         self.callables = callables
         self._samples: dict[int, dict] = {}
-        self._futures: dict[tuple[str, int], Any] = {}
+        self._futures: dict[tuple[str, int], Future] = {}
+        self._waiting: dict[str, deque] = {name: deque() for name in config.functions}
         self._shown: set[str] = set()
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._starting = threading.Lock()
@@ -127,7 +129,7 @@ class Scorer:
         with self._starting:  # a fork in between would hold the new pipe open
             worker = _Worker(self.callables)
         question = (config.functions, config.time_limit_s, config.memory_limit_mb)
-        reply = worker.ask(question, config.start_limit_s)
+        [reply] = worker.ask(question, config.start_limit_s)
         self._idle.put(worker)
         if isinstance(reply, str):
             if reply.startswith(TIMEOUT):
@@ -144,19 +146,50 @@ class Scorer:
         self._samples[index] = sample
         for name in self.config.functions:
             if not self._batched[name]:
-                self._futures[name, index] = self._threads.submit(self._call, name, [sample])
+                future = Future()
+                self._futures[name, index] = future
+                self._waiting[name].append((future, sample))
+                self._threads.submit(self._call_waiting, name)
+
+    def _call_waiting(self, name: str) -> None:
+        """Hands some of the waiting samples to a worker: many at once, one by one at the end."""
+        worker = self._idle.get()
+        waiting = self._waiting[name]
+        taken = []
+        with contextlib.suppress(IndexError):  # others have taken them
+            for _ in range(1 + len(waiting) // (2 * self.config.num_workers)):
+                taken.append(waiting.popleft())
+        try:
+            samples = [sample for _, sample in taken]
+            replies = self._ask(worker, name, samples, self.config.time_limit_s)
+        except BaseException as error:  # nobody may wait for ever
+            for future, _ in taken:
+                future.set_exception(error)
+            return
+        for (future, _), reply in zip(taken, replies, strict=False):
+            future.set_result(reply)
+        left = taken[len(replies) :]  # behind one that took its worker with it
+        waiting.extendleft(reversed(left))
+        for _ in left:
+            self._threads.submit(self._call_waiting, name)
 
     def _call(self, name: str, samples: list[dict]) -> list[Outcome]:
+        """Of a function that takes the whole batch."""
         rounds = math.ceil(len(samples) / self.config.num_workers)
-        limit_s = self.config.time_limit_s * rounds
-        worker = self._idle.get()
-        reply = worker.ask((self.config.functions.index(name), samples, limit_s), limit_s)
-        if isinstance(reply, str):
+        [reply] = self._ask(self._idle.get(), name, samples, self.config.time_limit_s * rounds)
+        return reply if len(reply) == len(samples) else reply * len(samples)
+
+    def _ask(self, worker, name: str, samples: list[dict], limit_s: float) -> list[list[Outcome]]:
+        """The replies; the last is [(None, reason)] if the worker failed, and was replaced."""
+        num_replies = 1 if self._batched[name] else len(samples)
+        question = (self.config.functions.index(name), samples, limit_s)
+        replies = worker.ask(question, limit_s, num_replies) if samples else []
+        if replies and isinstance(replies[-1], str):
             worker.kill()
             self._start()
-            return [(None, reply)] * len(samples)
+            return [*replies[:-1], [(None, replies[-1])]]
         self._idle.put(worker)
-        return reply
+        return replies
 
     def collect(self, num_samples: int) -> Scores:
         """Waits for samples 0..num_samples-1; returns (rewards, stats).
@@ -304,19 +337,21 @@ class _Worker:
             self.wait = process.wait
         theirs.close()
 
-    def ask(self, question: tuple, limit_s: float) -> list | str:
-        """The worker's reply; a string says why there is none."""
+    def ask(self, question: tuple, limit_s: float, num_replies: int = 1) -> list[list | str]:
+        """The worker's replies, each within limit_s; a string, the last, says why there is none."""
+        replies: list[list | str] = []
         try:
             self.connection.send(question)
-            if self.connection.poll(limit_s):
-                return json.loads(self.connection.recv_bytes(1 << 26))
-            return f"{TIMEOUT} {limit_s:g} s"
+            while len(replies) < num_replies and self.connection.poll(limit_s):
+                replies.append(json.loads(self.connection.recv_bytes(1 << 26)))
+            reason = f"{TIMEOUT} {limit_s:g} s"
         except (EOFError, ConnectionError):
-            return f"the process of the function ended, exit code {self.kill()}"
+            reason = f"the process of the function ended, exit code {self.kill()}"
         except (OSError, ValueError):
-            return "something else than a reply was written to the worker's pipe"
+            reason = "something else than a reply was written to the worker's pipe"
         except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
-            return f"the sample can't be pickled ({error})"
+            reason = f"the sample can't be pickled ({error})"
+        return replies if len(replies) == num_replies else [*replies, reason]
 
     def kill(self) -> int:
         """Kills the whole group, waits, so that no zombie stays, and returns the exit code."""

@@ -34,10 +34,9 @@ import hashlib
 import importlib.util
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -128,91 +127,6 @@ class Rollout:
         assert len(self.logprobs) == len(self.response_ids) > 0, shapes
 
 
-class Group(NamedTuple):
-    """The responses to one prompt."""
-
-    position: int  # of the prompt in the order that all ranks agree on
-    prompt: Any  # data.Prompt
-    rollouts: list[Rollout]  # [G]
-    rewards: list[float]  # [G]
-
-
-def draw(
-    engine: Engine,
-    scorer,
-    tokenizer,
-    prompts: Sequence,
-    num_samples: int,
-    seed: int,
-    temperature: float | None = None,
-) -> dict[int, list[Rollout]]:
-    """{position: rollouts} for the prompts that this rank owns. Collective.
-
-    prompts: data.Prompt, the same on all ranks. Each response that has ended goes to `scorer`
-    (rewards.Scorer, or None) under its place in the flat order of the result.
-    """
-    special = set(tokenizer.all_special_ids)
-    structure = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
-
-    def submit(index: int, position: int, rollout: Rollout) -> None:
-        ids = rollout.response_ids.tolist()
-        if not rollout.truncated and ids[-1] in special:
-            ids.pop()  # the end; other special tokens are content, such as <think>
-        ids = [token for token in ids if token not in structure]
-        prompt = prompts[position]
-        known = {"prompt": prompt.text, "response": tokenizer.decode(ids)}
-        known |= {"answer": prompt.answer, "truncated": rollout.truncated}
-        scorer.submit(index, prompt.columns | known)
-
-    def later(*ended) -> None:
-        jobs.append(beside.submit(submit, *ended))
-
-    jobs: list[Future] = []
-    with ThreadPoolExecutor(max_workers=1) as beside:  # the engine runs on while text is made
-        drawn = engine.generate_share(
-            [prompt.prompt_ids for prompt in prompts],
-            num_samples,
-            temperature=temperature,
-            seed=seed,
-            on_finished=later if scorer is not None else None,
-        )
-    for job in jobs:
-        job.result()  # raises what it raised
-    return drawn
-
-
-def to_groups(
-    prompts: Sequence, drawn: Mapping[int, list[Rollout]], rewards: Sequence[float]
-) -> list[Group]:
-    """What draw() returned, with the rewards of all its rollouts in their flat order."""
-    groups = []
-    flat = iter(rewards)
-    for position, rollouts in drawn.items():
-        own = list(itertools.islice(flat, len(rollouts)))
-        groups.append(Group(position, prompts[position], rollouts, own))
-    return groups
-
-
-def evaluate(
-    engine: Engine, scorer, tokenizer, prompts: Sequence, num_samples: int, seed: int, meter
-) -> None:
-    """Adds to `meter` the greedy reward and, with num_samples k > 0, mean@k and pass@k."""
-    for k, temperature in ((1, 0.0), (num_samples, None)):
-        if k == 0:
-            continue
-        with meter.timer("eval"):
-            drawn = draw(engine, scorer, tokenizer, prompts, k, seed, temperature)
-            rewards, stats = scorer.collect(len(drawn) * k)
-        failed = {name: stats[name] for name in ("error_frac", "timeout_frac")}
-        meter.update(failed, len(rewards), prefix="eval/")
-        for group in to_groups(prompts, drawn, rewards):
-            mean = sum(group.rewards) / k
-            found = {f"mean@{k}": mean, f"pass@{k}": max(group.rewards)}
-            if temperature == 0:
-                found = {"reward": mean, f"{group.prompt.source}/reward": mean}
-            meter.update(found, prefix="eval/")
-
-
 class Engine:
     """States, shares and seeds over a backend. Construction is a collective; it ends asleep.
 
@@ -237,7 +151,7 @@ class Engine:
         self.dtype = torch.bfloat16 if is_half else torch.float32
         self.max_model_len = max_prompt_tokens + config.max_response_tokens
         self.state: Literal["asleep", "weights", "ready"] = "asleep"
-        # By hash of a prompt: the length of its response that ended last.
+        # By hash of a prompt: the length of its last response.
         self.expected_lengths: dict[int, int] = {}
         self.backend = make_backend(
             path,
@@ -297,35 +211,32 @@ class Engine:
         *,
         temperature: float | None = None,
         seed: int | None = None,
-        on_finished: Callable[[int, Rollout], None] | None = None,
+        on_finished: Callable[[list[tuple[int, Rollout]]], None] | None = None,
     ) -> list[Rollout]:
         """num_samples responses per prompt of token ids, sample g of prompt p at p * G + g.
 
         temperature None: the configured one; 0: greedy. seed: the same seed and prompts give the
-        same responses; None: unseeded. on_finished(index, rollout) is called as each response ends,
-        while others still run.
+        same responses; None: unseeded. on_finished([(index, rollout), ...]) is called with those
+        that ended at one time, while others still run.
         """
         self._require("ready", "generate() needs load_weights() first, inside `engine.awake()`")
         temperature = self.config.temperature if temperature is None else temperature
         seed = int(torch.randint(1 << 31, ())) if seed is None else seed
         rollouts: list[Rollout | None] = [None] * (len(prompts) * num_samples)
-
-        def finish(index: int, response_ids: Tensor, logprobs: Tensor, truncated: bool) -> None:
-            prompt = prompts[index // num_samples]
-            if not torch.isfinite(logprobs).all():
-                bad = f"log-probabilities of response {index} are not finite: {logprobs.tolist()}"
-                raise RuntimeError(f"the sampler computes garbage with this model: {bad:.200}")
-            rollout = Rollout(torch.tensor(prompt), response_ids, logprobs, truncated)
-            rollouts[index] = rollout
-            self.expected_lengths[hash(tuple(prompt))] = len(response_ids)
-            if on_finished is not None:
-                on_finished(index, rollout)
-
         order = self._submission_order(prompts)
+        made = [torch.tensor(prompt) for prompt in prompts]
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):  # the trainer's own draws go on as they were
             torch.manual_seed(seed)
-            self.backend.run(prompts, order, num_samples, temperature, seed, finish)
+            for ended in self.backend.run(prompts, order, num_samples, temperature, seed):
+                for index, ids, logprobs, truncated in ended:
+                    _check_finite(index, logprobs)
+                    prompt = made[index // num_samples]
+                    rollouts[index] = Rollout(prompt, ids, logprobs, truncated)
+                if on_finished is not None:
+                    on_finished([(index, rollouts[index]) for index, *_ in ended])
+        for prompt, last in zip(prompts, rollouts[num_samples - 1 :: num_samples], strict=True):
+            self.expected_lengths[hash(tuple(prompt))] = len(last.response_ids)
         return rollouts
 
     def generate_share(
@@ -335,14 +246,14 @@ class Engine:
         *,
         temperature: float | None = None,
         seed: int,
-        on_finished: Callable[[int, int, Rollout], None] | None = None,
+        on_finished: Callable[[list[tuple[int, int, Rollout]]], None] | None = None,
     ) -> dict[int, list[Rollout]]:
         """{position in `prompts`: its num_samples rollouts} for the prompts that this rank owns.
 
         The same arguments on all ranks; a difference raises RuntimeError on all. Engines sample
         contiguous shares. All ranks of a tensor-parallel group hold its results; rank t of T owns
-        every T-th prompt. on_finished(index, position, rollout) is called as owned ones end; index
-        counts in the result's flat order.
+        every T-th prompt. on_finished([(index, position, rollout), ...]) is called as owned ones
+        end; index counts in the result's flat order.
         """
         has_ranks = dist.is_initialized()
         rank, world = (dist.get_rank(), dist.get_world_size()) if has_ranks else (0, 1)
@@ -355,11 +266,15 @@ class Engine:
         stop = len(prompts) * (number + 1) // num_engines
         owned = range(start + rank % size, stop, size)
 
-        def finished(index: int, rollout: Rollout) -> None:
-            position = start + index // num_samples
-            if on_finished is not None and position in owned:
-                place = owned.index(position) * num_samples + index % num_samples
-                on_finished(place, position, rollout)
+        def finished(ended: list[tuple[int, Rollout]]) -> None:
+            own = []
+            for index, rollout in ended:
+                position = start + index // num_samples
+                if position in owned:
+                    place = owned.index(position) * num_samples + index % num_samples
+                    own.append((place, position, rollout))
+            if own:
+                on_finished(own)
 
         if start == stop:
             return {}
@@ -368,7 +283,7 @@ class Engine:
             num_samples,
             temperature=temperature,
             seed=seed + start * num_samples,
-            on_finished=finished,
+            on_finished=finished if on_finished is not None else None,
         )
         firsts = {position: (position - start) * num_samples for position in owned}
         return {position: rollouts[i : i + num_samples] for position, i in firsts.items()}
@@ -386,6 +301,12 @@ class Engine:
     def _require(self, states: str, message: str) -> None:
         if self.state not in states.split():
             raise RuntimeError(f"{message} (the engine is {self.state})")
+
+
+def _check_finite(index: int, logprobs: Tensor) -> None:
+    if not torch.isfinite(logprobs).all():
+        bad = f"log-probabilities of response {index} are not finite: {logprobs.tolist()}"
+        raise RuntimeError(f"the sampler computes garbage with this model: {bad:.200}")
 
 
 def _agree(*values: object) -> bool:

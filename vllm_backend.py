@@ -91,6 +91,10 @@ class VllmBackend:
             vllm._custom_ops._supports_onednn = False
             # It binds all memory of this process, the trainer's too, to one NUMA node, and warns.
             torch.ops._C.init_cpu_memory_env = lambda nodes: None
+        # It warms up penalties, bad words and more, request by request, for 16 s. Nobody here asks
+        # for any of it.
+        params = self._sampling_params(1.0)
+        vllm.SamplingParams.for_sampler_warmup = staticmethod(lambda: params)
         if self.fp32_residual:
             _keep_residual_in_fp32()
         scheduler = make_scheduler() if make_scheduler else None
@@ -148,7 +152,8 @@ class VllmBackend:
         params.max_tokens = 2
         for index in range(num_samples):
             self._add(index, [0], params, seed=0)
-        self._finish_all(lambda *result: None)
+        for _ in self._finish_all():
+            pass
 
     def _clean_up(self) -> None:
         # What ranks share on CPU has the same name in every job; left behind by a killed one, it
@@ -209,9 +214,8 @@ class VllmBackend:
         num_samples: int,
         temperature: float,
         seed: int,
-        finish: Callable,
-    ) -> None:
-        """finish(p * num_samples + g, response ids, log-probabilities, truncated) as responses end.
+    ) -> Iterator[list[tuple[int, Tensor, Tensor, bool]]]:
+        """[(p * num_samples + g, response ids, log-probabilities, truncated), ...] as they end.
 
         Prompts are submitted by `order`.
         """
@@ -220,7 +224,7 @@ class VllmBackend:
         for p in order:
             for index in range(p * num_samples, (p + 1) * num_samples):
                 self._add(index, prompts[p], params, seed + index if own_seeds else None)
-        self._finish_all(finish)
+        yield from self._finish_all()
 
     def _add(self, index: int, prompt: list[int], params, seed: int | None) -> None:
         own = copy.copy(params)
@@ -228,22 +232,25 @@ class VllmBackend:
         engine = self.llm.llm_engine
         self.inner_ids[index] = engine.add_request(str(index), {"prompt_token_ids": prompt}, own)
 
-    def _finish_all(self, finish: Callable) -> None:
-        """Runs the engine until all requests have ended."""
+    def _finish_all(self) -> Iterator[list[tuple[int, Tensor, Tensor, bool]]]:
+        """Runs the engine until all requests have ended; what ended, step by step."""
         engine = self.llm.llm_engine
         while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    index = int(output.request_id)
-                    response = output.outputs[0]
-                    inner_id = self.inner_ids.pop(index)
-                    if self.keeps_logprobs:
-                        logprobs = self.scheduler.take_logprobs(inner_id)
-                    else:
-                        logprobs = torch.tensor(response.logprobs.logprobs)
-                    # The end token, stop ids and stop strings are all "stop".
-                    truncated = response.finish_reason == "length"
-                    finish(index, torch.tensor(response.token_ids), logprobs, truncated)
+            ended = [self._result(output) for output in engine.step() if output.finished]
+            if ended:
+                yield ended
+
+    def _result(self, output) -> tuple[int, Tensor, Tensor, bool]:
+        index = int(output.request_id)
+        response = output.outputs[0]
+        inner_id = self.inner_ids.pop(index)
+        if self.keeps_logprobs:
+            logprobs = self.scheduler.take_logprobs(inner_id)
+        else:
+            logprobs = torch.tensor(response.logprobs.logprobs)
+        # The end token, stop ids and stop strings are all "stop".
+        truncated = response.finish_reason == "length"
+        return index, torch.tensor(response.token_ids), logprobs, truncated
 
     @property
     def scheduler(self):

@@ -4,7 +4,8 @@ It imports neither torch nor the training script, so it starts in 50 ms. What it
 it replies, over one pipe:
     (functions, time_limit_s, memory_limit_mb)   [{"batched": false, "required": ["response"]}]
                                                  or "SyntaxError: ...", why one cannot be loaded
-    (index of a function, samples, limit_s)      [[1.0, ""], [null, "returned None: ..."]]
+    (index of a function, samples, limit_s)      [[1.0, ""], [null, "returned None: ..."]], of a
+                                                 function that takes one sample: a reply for each
 Replies are JSON, so that nothing a function returns is unpickled by the trainer. The worker ends
 when the trainer's end of the pipe closes; if a call is then still running, limit_s + 5 s after it
 began.
@@ -58,15 +59,18 @@ def serve(connection: Connection, callables: Mapping[str, Callable] = {}) -> Non
                 num_pages = int(statm.read().split()[0])
             limit = num_pages * resource.getpagesize() + (memory_limit_mb << 20)
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        while os.getpid() == worker:  # a fork that comes back from a function must not answer, too
-            connection.send_bytes(json.dumps(reply).encode())
+        connection.send_bytes(json.dumps(reply).encode())
+        batched = [known["batched"] for known in reply if functions]
+        while True:
             index, samples, limit_s = connection.recv()
-            # Ends the process if no trainer is left to kill it.
-            faulthandler.dump_traceback_later(limit_s + 5, exit=True, file=silence)
-            reply = evaluate(functions[index], samples)
-            # In a fork there is no watching thread, and cancelling waits for it for ever.
-            if os.getpid() == worker:
+            for part in [samples] if batched[index] else [[sample] for sample in samples]:
+                # Ends the process if no trainer is left to kill it.
+                faulthandler.dump_traceback_later(limit_s + 5, exit=True, file=silence)
+                outcomes = evaluate(functions[index], part)
+                if os.getpid() != worker:  # a fork that comes back from a function
+                    return
                 faulthandler.cancel_dump_traceback_later()
+                connection.send_bytes(json.dumps(outcomes).encode())
             with contextlib.suppress(ChildProcessError):
                 # Forks that have ended are zombies until someone asks for them.
                 while os.waitpid(-1, os.WNOHANG)[0]:

@@ -30,7 +30,7 @@ OBJECTS = {
 # What each phase hands to the next: names of `main`, and what they hold.
 HANDED_ON = {
     1: ("groups", "P prompts, G responses and rewards each"),
-    2: ("scores", "advantages [P, G]"),
+    2: ("group_advantages", "[P, G]"),
     3: ("rows", "by minibatch: tokens [N], cu_seqlens [S+1]"),
     4: ("rows", "with old_logprobs, ref_logprobs [N]"),
     5: ("policy", "after num_epochs x num_minibatches steps"),

@@ -104,14 +104,14 @@ def distance(found, expected):
 class Scripted(HfBackend):
     """Its responses follow from the prompt alone: the same ones on any number of ranks."""
 
-    def run(self, prompts, order, num_samples, temperature, seed, finish):
+    def run(self, prompts, order, num_samples, temperature, seed):
         for index in range(len(prompts) * num_samples):
             prompt = prompts[index // num_samples]
             draw = random.Random(repr((prompt, index % num_samples)))
             num = draw.choice([1, 2, self.config.max_response_tokens])
             ids = torch.tensor([draw.randrange(2, 14) for _ in range(num)])
             logprobs = torch.tensor([draw.uniform(-3.5, -1.5) for _ in range(num)])
-            finish(index, ids, logprobs, num > 2)
+            yield [(index, ids, logprobs, num > 2)]
 
 
 SCRIPTED = {"hf_backend.HfBackend": Scripted}

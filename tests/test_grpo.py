@@ -49,8 +49,9 @@ from metrics import Metrics
 from model import load_policy, optimizer_step
 from packing import BatchConfig, lay_out, sequence
 from reshard import sync_weights, verify_sync
-from rollout import Engine, Rollout, RolloutConfig, evaluate
+from rollout import Engine, Rollout, RolloutConfig
 from run import command_line, from_json
+from sampling import evaluate
 from vllm_backend import VllmBackend
 
 ROOT = Path(grpo.__file__).parent
@@ -643,7 +644,7 @@ def test_the_last_evaluation_is_of_the_model_that_is_exported(
 
     base = dict(eval_paths=(str(files / "7.jsonl"),), eval_every=1, learning_rate=3e-2)
     args = settings(tiny, files, tmp_path, entry, **base | changes)
-    directory = train(args, **{"rollout.evaluate": watched})
+    directory = train(args, **{"sampling.evaluate": watched})
     assert "eval/reward" in records(directory)[-1]
     evaluated = torch.load(tmp_path / "evaluated.pt")
     exported = weights(directory)
@@ -1181,7 +1182,7 @@ class Rounds:
 
 def sampled(monkeypatch, rounds, tries):
     """The groups of 2 that a step of 4 prompts keeps."""
-    monkeypatch.setattr("grpo.rollout.draw", rounds.draw)
+    monkeypatch.setattr("grpo.sampling.draw", rounds.draw)
     batch = dict(prompts_per_step=4, group_size=2)
     args = from_json(grpo.Args(), dict(batch=batch, resample_tries=tries))
     return grpo.sample_groups(args, 0, None, rounds, None, rounds, Metrics())

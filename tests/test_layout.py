@@ -14,7 +14,16 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ENTRIES = {"grpo", "ppo", "hybrid"}
 ALGORITHM = {"data", "advantages", "packing", "losses", "logprobs"}
-MACHINE = {"model", "attention", "lora", "rollout", "vllm_backend", "hf_backend", "scheduler"}
+MACHINE = {
+    "model",
+    "attention",
+    "lora",
+    "rollout",
+    "sampling",
+    "vllm_backend",
+    "hf_backend",
+    "scheduler",
+}
 MACHINE |= {"reshard", "comms", "exchange", "offload"}
 RUN = {
     "run",
@@ -25,7 +34,9 @@ RUN = {
     "expressions",
     "checkpoint",
     "metrics",
+    "hardware",
     "report",
+    "curves",
     "autotune",
     "check",
 }

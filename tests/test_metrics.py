@@ -2,10 +2,7 @@
 
 import math
 import resource
-import sys
-import threading
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +10,9 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+import hardware
 import metrics as metrics_module
-from metrics import Metrics, measure_bandwidth, total
+from metrics import Metrics, total
 
 
 def test_means_over_ranks_are_weighted_and_divided_once():
@@ -82,7 +80,7 @@ def test_values_lose_their_graph_and_each_step_begins_empty():
 def test_host_memory_is_what_a_rank_holds_at_most():
     def on_a_rank(num_bytes):
         held = torch.ones(num_bytes * dist.get_rank(), dtype=torch.uint8)  # written, hence resident
-        found = Metrics().reduce()["perf/host_memory_gb"]
+        found = Metrics(hardware.Device()).reduce()["perf/host_memory_gb"]
         return found, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20 + 0 * len(held)
 
     (without, _), (same, _) = run_ranks(2, on_a_rank, 0)
@@ -92,7 +90,7 @@ def test_host_memory_is_what_a_rank_holds_at_most():
 
 
 def test_cached_memory_is_what_torch_holds_less_what_tensors_use(monkeypatch):
-    metrics = Metrics()
+    metrics = Metrics(hardware.Device())
     gpu = dict(is_available=True, synchronize=None, get_device_name="H200")
     for name, value in (gpu | dict(memory_reserved=5 << 30, memory_allocated=2 << 30)).items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
@@ -304,12 +302,12 @@ def test_utilisation_counts_the_passes_that_ran_on_all_ranks(monkeypatch):
     """Not the passes that were planned: an early stop of the update leaves most of them out. Not
     filler rows either, which only keep ranks in step.
     """
-    monkeypatch.setattr(metrics_module, "peak_flops", lambda: 1e6)
+    monkeypatch.setattr(hardware, "peak_flops", lambda: 1e6)
     model = llama()
 
     def on_a_rank(passes):
         clock = Clock()
-        metrics = Metrics()
+        metrics = Metrics(hardware.Device())
         for row in passes[dist.get_rank()]:
             metrics.add_pass(model, row)
         clock.now += 4.0
@@ -363,27 +361,10 @@ def test_all_ranks_have_the_same_record():
     assert first["perf/tokens_per_sec_per_gpu"] == 20 / 1.5 / 2
 
 
-def test_without_a_known_device_there_is_no_utilisation(monkeypatch):
-    monkeypatch.setattr(metrics_module, "peak_flops", lambda: None)
-    metrics = Metrics()
+def test_without_a_known_device_there_is_no_utilisation():
+    metrics = Metrics(hardware.Device())
     metrics.add_pass(llama(), packed_row(6))
     assert metrics.reduce()["perf/mfu"] is None
-
-
-@pytest.mark.parametrize(
-    ("device", "peak"),
-    [
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H20", 148e12),
-        ("NVIDIA GeForce", None),
-    ],
-)
-def test_the_peak_is_that_of_the_devices_datasheet(monkeypatch, device, peak):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
-    assert metrics_module.peak_flops() == peak
 
 
 def test_the_effective_sample_size_is_a_quotient_of_global_means():
@@ -505,7 +486,6 @@ def test_an_exception_in_a_timer_does_not_wait_for_the_device(monkeypatch):
     waits = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
-    monkeypatch.setattr(metrics_module._DeviceSampler, "__init__", lambda self, phases: None)
     metrics = Metrics()
     with pytest.raises(ValueError), metrics.timer("update"):
         assert len(waits) == 1
@@ -516,70 +496,6 @@ def test_an_exception_in_a_timer_does_not_wait_for_the_device(monkeypatch):
     assert len(waits) == 3
 
 
-class FakeNvml(SimpleNamespace):
-    """A GPU that is 70 % busy with 0.5 GiB in use, or one that tells nothing."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, fails_at=""):
-        def call(name, result):
-            def answer(*_):
-                if name == self.fails_at:
-                    raise FakeNvml.NVMLError("Not Supported")
-                return result
-
-            return answer
-
-        super().__init__(
-            fails_at=fails_at,
-            NVMLError=FakeNvml.NVMLError,
-            nvmlInit=call("init", None),
-            nvmlDeviceGetHandleByUUID=call("uuid", "handle"),
-            nvmlDeviceGetMemoryInfo=call("memory", SimpleNamespace(used=1 << 29)),
-            nvmlDeviceGetUtilizationRates=call("busy", SimpleNamespace(gpu=70)),
-        )
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """sampler() on a machine with a GPU, as far as metrics.py sees."""
-    real = metrics_module.importlib.util.find_spec
-    found = SimpleNamespace(find_spec=lambda name: name == "pynvml" or real(name))
-    monkeypatch.setattr(metrics_module.importlib, "util", found)
-    for name, value in dict(
-        is_available=lambda: True,
-        current_device=lambda: 0,
-        get_device_properties=lambda _: SimpleNamespace(uuid="1"),
-    ).items():
-        monkeypatch.setattr(torch.cuda, name, value)
-
-    def sampler(nvml, phases=()):
-        monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        return metrics_module._DeviceSampler(phases)
-
-    return sampler
-
-
-def wait_until(condition):
-    end = time.perf_counter() + 20
-    while not condition():
-        assert time.perf_counter() < end
-        time.sleep(0.01)
-
-
-def test_the_device_is_sampled_by_phase_and_null_under_half_a_second(gpu):
-    phases = []
-    sampler = gpu(FakeNvml(), phases)
-    phases += ["step", "update"]
-    wait_until(lambda: sampler.mean_utilization("update") == 70.0)
-    phases.clear()
-    assert sampler.mean_utilization("ref_logprobs") is None
-    assert sampler.max_memory_gb() == {"": 0.5, "step": 0.5, "update": 0.5}
-    sampler.clear()
-    assert sampler.mean_utilization("update") is None  # too few
-
-
 def test_figures_of_the_device_are_over_all_ranks():
     def on_a_rank():
         metrics = Metrics()
@@ -588,6 +504,8 @@ def test_figures_of_the_device_are_over_all_ranks():
         metrics._device = SimpleNamespace(
             max_memory_gb=lambda: {"": 2.0 + rank, "update": 1.5 - rank},
             mean_utilization=busy.get,
+            memory_gb=lambda: {"host": 3.0 - rank},
+            peak_flops=None,
             clear=lambda: busy.clear(),
         )
         return metrics.reduce(), metrics.reduce()
@@ -596,58 +514,28 @@ def test_figures_of_the_device_are_over_all_ranks():
         assert (record["perf/max_memory_gb"], record["perf/max_memory_gb/update"]) == (3.0, 1.5)
         assert record["memory/actor_gpu_util_pct"] == 50.0
         assert record["memory/ref_gpu_util_pct"] == 7.0
+        assert record["perf/host_memory_gb"] == 3.0
         assert later["memory/actor_gpu_util_pct"] is None
-
-
-@pytest.mark.parametrize("fails_at", ["init", "uuid", "memory", "busy"])
-def test_a_gpu_that_tells_nothing_ends_no_run(gpu, fails_at):
-    """Parts of a GPU (MIG), and drivers that hide UUIDs."""
-    with pytest.warns(UserWarning, match="no utilisation or memory of the GPU: Not Supported"):
-        sampler = gpu(FakeNvml(fails_at))
-    assert sampler.mean_utilization("update") is None and sampler.max_memory_gb() == {}
-
-
-def test_the_sampling_thread_ends_with_its_owner_and_with_a_gpu_that_goes_silent(gpu):
-    def threads():
-        return [t for t in threading.enumerate() if "_keep_reading" in t.name]
-
-    nvml = FakeNvml()
-    first = gpu(nvml)
-    second = gpu(FakeNvml())
-    wait_until(lambda: len(threads()) == 2)  # one of another test may still sleep
-    nvml.fails_at = "busy"
-    wait_until(lambda: len(threads()) == 1)
-    assert first.mean_utilization("update") is None
-    del second
-    wait_until(lambda: not threads())
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_measured_bandwidth_is_positive_and_equal_on_all_ranks_and_nan_on_one(world_size):
-    figures = run_ranks(world_size, partial(measure_bandwidth, 1 << 16))
-    if world_size == 1:
-        assert figures[0] != figures[0]
-    else:
-        assert figures[0] > 0 and figures[0] == figures[1]
-
-
-def test_bandwidth_is_the_bytes_that_a_rank_must_send_over_the_median_of_the_slowest_rank():
-    """Four ranks, 1 MiB: three quarters of it leave each."""
-
-    def on_a_rank():
-        seconds = [90.0, 80.0, 5.0, 1.0, 4.0, 2.0, 3.0]  # the first two are to warm up
-        slower = 1.0 if dist.get_rank() == 2 else 0.5
-        ticks = iter([tick for s in seconds for tick in (0.0, s * slower)])
-        metrics_module.time = SimpleNamespace(perf_counter=lambda: next(ticks))
-        sizes = []
-        metrics_module.reduce_scatter = lambda out, x, group: sizes.append((x.nbytes, out.nbytes))
-        return measure_bandwidth(1 << 20), sizes
-
-    for found, sizes in run_ranks(4, on_a_rank):
-        assert found == pytest.approx(0.75 * (1 << 20) / 3.0 / 1e9)
-        assert sizes == [(1 << 20, 1 << 18)] * 7
 
 
 def test_total_takes_a_number():
     assert total(3) == 3.0
     assert run_ranks(2, lambda: total((1 << 24) + dist.get_rank())) == [(2 << 24) + 1.0] * 2
+
+
+def test_a_lap_takes_the_time_since_the_last_timer_or_lap():
+    def on_a_rank():
+        clock = Clock()
+        metrics = Metrics(before_s=3.0)
+        clock.now += 1.0
+        metrics.lap("import")
+        with metrics.timer("data"):
+            clock.now += 4.0
+        clock.now += 0.5
+        metrics.lap("models")
+        return metrics.reduce(), metrics.reduce()
+
+    [(record, later)] = run_ranks(1, on_a_rank)
+    expected = {"import": 4.0, "data": 4.0, "models": 0.5, "other": 0.0, "step": 8.5}
+    assert {k[9:]: v for k, v in record.items() if k.startswith("timing_s/")} == expected
+    assert later["timing_s/step"] == 0.0

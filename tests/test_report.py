@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+import curves
+import hardware
 import report as report_module
 from metrics import Metrics
-from report import LogConfig, Report, plot
+from report import LogConfig, Report
 
 QUIET = LogConfig(plot_every=0)
 
@@ -56,7 +58,7 @@ def test_a_record_is_written_as_it_was_reduced(tmp_path):
 
 
 def test_the_glossary_has_every_name_that_metrics_makes_by_itself():
-    metrics = Metrics()
+    metrics = Metrics(hardware.Device())
     rollout = SimpleNamespace(prompt_ids=[1], response_ids=[2], truncated=False)
     metrics.add_group("SOURCE", [0.0, 1.0], [rollout] * 2)
     metrics.add_layout([[SimpleNamespace(tokens=[1], source=(0,))]], 8)
@@ -200,7 +202,7 @@ def test_the_console_has_a_line_per_step(tmp_path, capsys):
 
 def test_curves_are_drawn_now_and_then_and_at_the_last_step(tmp_path):
     pytest.importorskip("matplotlib")
-    report = Report(tmp_path, LogConfig(plot_every=2), 3)
+    report = Report(tmp_path, LogConfig(plot_every=2), 3, plot=curves.plot)
     picture = tmp_path / "curves.png"
     drawn = []
     for step in range(3):
@@ -210,7 +212,7 @@ def test_curves_are_drawn_now_and_then_and_at_the_last_step(tmp_path):
             assert picture.read_bytes().startswith(b"\x89PNG")
             picture.unlink()
     assert drawn == [False, True, True]
-    plot(tmp_path / "metrics.jsonl", tmp_path / "again.png")
+    curves.plot(tmp_path / "metrics.jsonl", tmp_path / "again.png")
     assert (tmp_path / "again.png").stat().st_size > 10_000
 
 
@@ -330,7 +332,6 @@ def test_lines_of_somebody_else_stay(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(lines)
     Report(tmp_path, QUIET, 9, first_step=3)
     assert (tmp_path / "metrics.jsonl").read_text() == lines
-    plot(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
 
 
 def test_files_that_are_there_before_the_first_step_are_moved_aside_not_emptied(tmp_path, capsys):
@@ -358,7 +359,7 @@ def files_of_at_most(num_bytes):
 def test_a_full_disk_is_said_once_tears_no_line_and_ends_no_run(tmp_path):
     def on_a_rank():
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            report = Report(tmp_path, LogConfig(plot_every=3), 9)
+            report = Report(tmp_path, LogConfig(plot_every=3), 9, plot=curves.plot)
             report.write(2, record(x="a" * 1000))
             report._plot_s = 0.0  # else the next picture would have to wait
             with files_of_at_most(1500):
@@ -518,16 +519,6 @@ def test_the_time_that_is_left_is_that_of_the_median_step(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].endswith("61.00 s  left 3.0 min")
 
 
-def test_curves_are_drawn_whatever_the_numbers(tmp_path):
-    pytest.importorskip("matplotlib")
-    values = [0.0, 1.0, math.nan, math.inf, -math.inf, 1e308, -1e308, None, "text", 10**400]
-    lines = [json.dumps({"step": i, "reward/mean": value}) for i, value in enumerate(values)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    plot(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert [report_module._can_be_drawn(x) for x in values] == [True, True] + [False] * 8
-
-
 def test_drawing_takes_at_most_2_percent_of_the_time(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=0.0)
     drawn = []
@@ -536,9 +527,8 @@ def test_drawing_takes_at_most_2_percent_of_the_time(tmp_path, monkeypatch):
         drawn.append(clock.now)
         clock.now += 1.0
 
-    monkeypatch.setattr(report_module, "plot", draw)
     monkeypatch.setattr(report_module.time, "perf_counter", lambda: clock.now)
-    report = Report(tmp_path, LogConfig(plot_every=1), 9)
+    report = Report(tmp_path, LogConfig(plot_every=1), 9, plot=draw)
     for step in range(9):
         report.write(step, record())
         clock.now += 24.0
@@ -552,3 +542,9 @@ def test_a_sample_has_the_advantage_of_its_own_group(tmp_path):
     Report(tmp_path, QUIET, 1).write_samples(0, groups, str, advantages)
     lines = (tmp_path / "samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["advantage"] for line in lines] == [0.5, 1.5]
+
+
+def test_the_time_before_the_first_step_is_one_line_by_its_parts(tmp_path, capsys):
+    times = {"timing_s/import": 4.04, "timing_s/engine": 31.0, "timing_s/step": 35.04}
+    Report(tmp_path, QUIET, 1).write_start(times | {"perf/host_memory_gb": 1.0})
+    assert capsys.readouterr().out == "   start  35.0 s: import 4.0, engine 31.0\n"

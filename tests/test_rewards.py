@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+import rewards
 from rewards import RewardConfig, Scorer, score
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -780,3 +781,28 @@ def test_a_failure_on_one_rank_ends_all_soon_with_its_reason(functions):
     with pytest.raises(RuntimeError, match="fail_on_x failed on 1 of 1 samples(.|\n)*the reason"):
         run_ranks(2, score_on_each_rank, functions)
     assert time.monotonic() - start < 10
+
+
+def test_waiting_samples_go_together_and_one_that_hangs_takes_no_other_with_it(
+    functions, monkeypatch
+):
+    """A message for each of 512 samples that end at once cost the trainer 0.1 s a step."""
+    asked = []
+    ask = rewards._Worker.ask
+
+    def watched(self, question, *limits):
+        if isinstance(question[0], int):
+            asked.append(len(question[1]))
+        return ask(self, question, *limits)
+
+    monkeypatch.setattr(rewards._Worker, "ask", watched)
+    texts = ["x" if i == 70 else "a" * (i % 5) for i in range(200)]
+    config = RewardConfig((functions + "hang_on_x",), (), 2, 0.5, error_reward=-7.0)
+    with contextlib.closing(Scorer(config)) as scorer:
+        for index, sample in enumerate(samples_of(*texts)):
+            scorer.submit(index, sample)
+        found, stats = scorer.collect(200)
+    expected = [-7.0 if text == "x" else found[0] for text in texts]
+    assert found == expected and found[0] != -7.0
+    assert stats["timeout_frac"] == 1 / 200
+    assert max(asked) > 10 and len([n for n in asked if n]) < 100

@@ -5,7 +5,6 @@ vLLM runs for real, on CPU, in ranks that stay alive for this file (see lab.py):
 with an engine each, two ranks that share one.
 """
 
-import functools
 import math
 import time
 from collections import Counter
@@ -15,15 +14,12 @@ import torch
 import torch.distributed as dist
 from engines import ALSO_STOPS, EOS, FP32, LIMIT, PROMPTS, Kept, facts
 from lab import lab
-from ranks import run_ranks
 from tiny import KINDS, save_tiny
 
-from data import Prompt
-from examples import addition
 from hf_backend import HfBackend
 from model import load_policy
 from reshard import iter_full_params, verify_sync
-from rollout import Engine, Rollout, RolloutConfig, draw
+from rollout import RolloutConfig
 
 
 @pytest.fixture(scope="module")
@@ -301,9 +297,7 @@ def test_rollouts_are_the_prompts_groups_in_order_with_a_log_probability_for_eac
 
     def job(kept):
         seen = []
-        rollouts = kept.sample(
-            PROMPTS, 3, on_finished=lambda index, rollout: seen.append((index, rollout))
-        )
+        rollouts = kept.sample(PROMPTS, 3, on_finished=seen.extend)
         assert sorted(index for index, _ in seen) == list(range(12))
         assert all(rollouts[index] is rollout for index, rollout in seen)
         return rollouts
@@ -367,7 +361,7 @@ def test_responses_are_handed_on_while_others_still_run(one_rank):
     def job(kept):
         running = []
         watch = kept.engines["qwen2"].backend.llm.llm_engine.get_num_unfinished_requests
-        kept.sample(on_finished=lambda *_: running.append(watch()))
+        kept.sample(on_finished=lambda ended: running.extend(watch() for _ in ended))
         return running
 
     [running] = one_rank(job)
@@ -395,9 +389,7 @@ def shares(kept, prompts, num_samples, seed):
     """{position: facts} that this rank owns, and the indices that were handed on."""
     seen = []
     with kept.ready(ignore_eos=True) as engine:
-        options = dict(
-            seed=seed, on_finished=lambda index, position, _: seen.append((index, position))
-        )
+        options = dict(seed=seed, on_finished=lambda ended: seen.extend(each[:2] for each in ended))
         owned = engine.generate_share(prompts, num_samples, **options)
     assert sorted(seen) == [
         (i, p) for i, p in enumerate(p for p in owned for _ in range(num_samples))
@@ -519,157 +511,3 @@ def test_what_would_bias_or_break_training_is_refused(monkeypatch, setting, mess
     with pytest.raises(ValueError) as error:
         RolloutConfig(**setting)
     assert str(error.value).startswith(message)
-
-
-# What a response becomes
-
-
-class Ends:
-    """A backend that ends each prompt's samples with these ids and log-probabilities."""
-
-    def __init__(self, *_, response=(3,), logprob=-1.0, truncated=False, **__):
-        self.ids = torch.tensor(response)
-        self.logprobs = torch.full((len(response),), logprob)
-        self.logprobs[:-1] = -1.0
-        self.truncated = truncated
-
-    def run(self, prompts, order, num_samples, temperature, seed, finish):
-        for index in range(len(prompts) * num_samples):
-            finish(index, self.ids, self.logprobs, self.truncated)
-
-
-class Submitted(list):
-    """A scorer that keeps what it is given."""
-
-    def submit(self, index, sample):
-        self.append(sample)
-
-
-def engine_that_ends(**response):
-    engine = Engine(
-        functools.partial(Ends, **response),
-        "",
-        RolloutConfig("hf", 8),
-        max_prompt_tokens=8,
-        num_samples=1,
-        stop_ids=[EOS],
-    )
-    engine.state = "ready"
-    return engine
-
-
-class OneByOne:
-    """Stands for an engine: one response a prompt, each handed on when `wait(index)` returns."""
-
-    def __init__(self, wait):
-        self.wait = wait
-
-    def generate_share(self, prompts, num_samples, *, temperature, seed, on_finished):
-        drawn = {}
-        for i, prompt in enumerate(prompts):
-            response = torch.tensor([2 + i, EOS])
-            drawn[i] = [Rollout(torch.tensor(prompt), response, torch.zeros(2), False)]
-            on_finished(i, i, *drawn[i])
-            self.wait(i)
-        return drawn
-
-
-def test_responses_are_decoded_and_submitted_while_the_engine_runs():
-    """The engine goes on only when the scorer has the response before."""
-    scorer = Submitted()
-
-    def until_it_is_there(index):
-        limit = time.monotonic() + 20
-        while len(scorer) <= index:
-            assert time.monotonic() < limit, "submitted at the end alone"
-            time.sleep(0.001)
-
-    prompts = [Prompt([i], f"p{i}", "", "") for i in (3, 4, 5)]
-    drawn = draw(OneByOne(until_it_is_there), scorer, addition.make_tokenizer(), prompts, 1, 0)
-    assert list(drawn) == [0, 1, 2]
-    assert [sample["prompt"] for sample in scorer] == ["p3", "p4", "p5"]
-    assert [sample["response"] for sample in scorer] == ["0", "1", "2"]
-
-
-@pytest.mark.parametrize("what", ["decode", "submit"])
-def test_what_fails_beside_the_engine_stops_the_run(monkeypatch, what):
-    def fail(*_):
-        raise OverflowError("out of range")
-
-    scorer = Submitted()
-    tokenizer = addition.make_tokenizer()
-    monkeypatch.setattr(tokenizer if what == "decode" else scorer, what, fail)
-    with pytest.raises(OverflowError, match="out of range"):
-        draw(OneByOne(lambda _: None), scorer, tokenizer, [Prompt([3], "p", "", "")], 1, 0)
-
-
-@pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf])
-def test_a_sampler_that_reports_what_is_not_finite_is_stopped(bad):
-    """-inf doubled a gradient at the cap, NaN was left out, and no alarm saw either."""
-    prompt = Prompt([3], "1", "", "", {})
-    for response in ((3,), (3, 4, EOS)):
-        engine = engine_that_ends(response=response, logprob=bad)
-        for scorer in (None, Submitted()):
-            with pytest.raises(RuntimeError, match="the sampler computes garbage with this model"):
-                draw(engine, scorer, addition.make_tokenizer(), [prompt], 1, seed=0)
-            assert not scorer
-
-
-@pytest.mark.parametrize(
-    "tags", [("<think>", "</think>"), ("<tool_call>", "</tool_call>")], ids=["think", "tool"]
-)
-@pytest.mark.parametrize("truncated", [False, True])
-def test_special_tokens_that_are_content_reach_the_reward_and_the_end_does_not(tags, truncated):
-    """trl#2897, #4521, verl#1724, #3958: tags that are special tokens were cut from the text, so
-    that no format reward could be earned.
-    """
-    tokenizer = addition.make_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": list(tags)})
-    first, last = tokenizer.convert_tokens_to_ids(tags)
-    four = tokenizer("4").input_ids
-    ids = (first, *four, last, *four) + (() if truncated else (EOS,))
-    scorer = Submitted()
-    engine = engine_that_ends(response=ids, truncated=truncated)
-    draw(engine, scorer, tokenizer, [Prompt([3], "1+3=", "4", "", {"level": 2})], 1, seed=0)
-    [sample] = scorer
-    assert sample["response"].replace(" ", "") == f"{tags[0]}4{tags[1]}4"
-    assert sample["truncated"] is truncated and sample["level"] == 2
-
-
-def test_a_response_cut_off_behind_a_special_token_keeps_it():
-    """The limit ended it: its last token is no end."""
-    scorer = Submitted()
-    tokenizer = addition.make_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
-    [end] = tokenizer.convert_tokens_to_ids(["</think>"])
-    engine = engine_that_ends(response=(3, end), truncated=True)
-    draw(engine, scorer, tokenizer, [Prompt([3], "1", "", "", {})], 1, seed=0)
-    assert scorer[0]["response"].endswith("</think>")
-
-
-def test_begins_ends_and_pads_inside_a_response_are_no_content():
-    scorer = Submitted()
-    tokenizer = addition.make_tokenizer()
-    pad = tokenizer.pad_token_id
-    engine = engine_that_ends(response=(pad, 3, EOS, 4, pad), truncated=True)
-    draw(engine, scorer, tokenizer, [Prompt([3], "1", "", "", {})], 1, seed=0)
-    assert scorer[0]["response"] == tokenizer.decode([3, 4])
-
-
-def test_a_response_is_scored_in_its_own_place_on_every_rank():
-    """3 prompts x 2 samples on 2 ranks: one prompt on the first, two on the second. The places are
-    those of the flat order of what a rank owns.
-    """
-
-    def job():
-        engine = engine_that_ends(response=(3, EOS))
-        ended = []
-        drawn = engine.generate_share(
-            [[3], [4], [5]], 2, seed=0, on_finished=lambda *each: ended.append(each)
-        )
-        flat = [(p, rollout) for p, rollouts in drawn.items() for rollout in rollouts]
-        for place, position, rollout in ended:
-            assert flat[place][0] == position and flat[place][1] is rollout
-        return [place for place, _, _ in ended], [position for _, position, _ in ended]
-
-    assert run_ranks(2, job) == [([0, 1], [0, 0]), ([0, 1, 2, 3], [1, 1, 2, 2])]

@@ -6,6 +6,7 @@ real engines on a CPU, where tokens and log-probabilities must be equal in every
 """
 
 import functools
+import itertools
 import random
 from collections import deque
 
@@ -356,11 +357,8 @@ class Pair:
             prompt = [draw.randrange(2, 14) for _ in range(draw.randrange(1, 60))]
             backend._add(index, prompt, params, index if seeds else None)
         found = {}
-
-        def finish(index, ids, logprobs, truncated):
+        for index, ids, logprobs, truncated in itertools.chain(*backend._finish_all()):
             found[index] = ids.tolist(), logprobs.tolist(), truncated
-
-        backend._finish_all(finish)
         assert not backend.inner_ids and backend.forget_prefixes() is None
         backend.scheduler._preempt_request = preempt
         return found
