@@ -1,11 +1,10 @@
-"""Group advantages, generalised advantage estimation, and a cache that cannot return yesterday's
-advantages.
+"""Group advantages, GAE, and a cache that cannot return yesterday's advantages.
 
 The problem. A reward says how good a response is; the gradient needs how much better it is than
-expected. GRPO compares each response with its siblings: G samples of one prompt form a group, and
-no critic is needed. PPO asks a critic, token by token. Both are a few lines, and both go wrong in
-silence: statistics over the batch instead of the group (answers to an easy prompt all look good), a
-NaN from the deviation of identical rewards, a reward that lands on a pad.
+expected. GRPO compares each response with its group, the G samples of one prompt; no critic is
+needed. PPO asks a critic, token by token. Both are a few lines, and both go wrong in silence:
+statistics over the batch instead of the group (answers to an easy prompt all look good), a NaN from
+the deviation of identical rewards, a reward that lands on a pad.
 
 How it works. Groups are rows of a matrix [P, G], P prompts and G samples per prompt, so that a
 group cannot be torn:
@@ -46,13 +45,14 @@ from torch import Tensor
 
 T = TypeVar("T")
 Baseline = Literal["group", "leave_one_out", "batch"]
+MAX_REWARD = 1e18  # sums and squares are far from where fp32 ends
 
 
 @dataclass(frozen=True)
 class AdvantageConfig:
     baseline: Baseline = "group"
-    """What a reward is compared with: the mean of its group (GRPO), its siblings (RLOO) or the
-    batch (REINFORCE)."""
+    """What a reward is compared with: the mean of its group (GRPO), of the others in the group
+    (RLOO) or of the batch (REINFORCE)."""
     scale_by_std: bool = True
     """Divide by the standard deviation of the group (of the batch with baseline batch); off: Dr.
     GRPO."""
@@ -68,9 +68,9 @@ class AdvantageConfig:
     def __post_init__(self):
         _check_baseline("--advantage.baseline", self.baseline)
         for name in ("overlong_buffer", "overlong_weight"):
-            if not 0 <= getattr(self, name) < math.inf:
+            if not 0 <= getattr(self, name) < MAX_REWARD:
                 flag = f"--advantage.{name.replace('_', '-')} {getattr(self, name)}"
-                raise ValueError(f"{flag}: must be finite and at least 0 (no penalty)")
+                raise ValueError(f"{flag}: must be at least 0 (no penalty), and below 1e18")
 
 
 def _check_baseline(name: str, value: str) -> None:
@@ -100,9 +100,9 @@ class GaeConfig:
         for name, holds, rule in (
             ("gamma", 0 <= self.gamma <= 1, "in [0, 1]; try 1"),
             ("gae_lambda", 0 <= self.gae_lambda <= 1, "in [0, 1]; try 0.95"),
-            ("kl_coef", 0 <= self.kl_coef < math.inf, "finite and at least 0 (off)"),
+            ("kl_coef", 0 <= self.kl_coef < MAX_REWARD, "at least 0 (off), and below 1e18"),
             ("kl_coef", self.kl_coef or not self.kl_target, "above 0 with --gae.kl-target"),
-            ("kl_target", 0 <= self.kl_target < math.inf, "finite and at least 0 (off)"),
+            ("kl_target", 0 <= self.kl_target < MAX_REWARD, "at least 0 (off), and below 1e18"),
             ("kl_horizon", self.kl_horizon >= 1, "at least 1; try 10000"),
         ):
             if not holds:
@@ -123,7 +123,7 @@ def group_advantages(
 
     std is the sample deviation (ddof 1). baseline "batch" takes mean and deviation over all prompts
     of all ranks of `group` (collective; P may differ between ranks and be 0). Raises ValueError for
-    G < 2 unless baseline is "batch", and for rewards that fp32 does not hold.
+    G < 2 unless baseline is "batch", and for rewards above MAX_REWARD.
     """
     _check_baseline("baseline", baseline)
     if rewards.ndim != 2:
@@ -132,9 +132,9 @@ def group_advantages(
     if group_size < 2 and baseline != "batch":
         rule = "a group baseline needs at least 2 samples per prompt; try 8"
         raise ValueError(f"group size {group_size}: {rule}")
-    too_large = rewards[~rewards.float().isfinite()]
+    too_large = rewards[~(rewards.double().abs() <= MAX_REWARD)]
     if len(too_large):
-        raise ValueError(f"rewards {too_large.tolist()}: must be finite in fp32")
+        raise ValueError(f"rewards {too_large.tolist()}: must be finite, at most 1e18 in size")
     if baseline == "batch":
         rewards = rewards.double()
         mean, std = _global_mean_std(rewards, torch.ones_like(rewards, dtype=torch.bool), group)

@@ -124,27 +124,29 @@ SYMBOLS = {"\u2212": "-", "\u2013": "-", "\u2044": "/", "\u00d7": "\\times ", "\
 SYMBOLS |= {"\u03c0": "\\pi ", "\u221e": "\\infty ", "\u222a": "\\cup "}
 SYMBOLS |= {"\u2248": "\\approx ", "\u2264": "\\leq ", "\u2265": "\\geq ", "\u2260": "\\neq "}
 SYMBOLS |= {"\u2208": "\\in ", "\u00b1": "\\pm ", "\u00f7": "/", "\u200b": "", "\u2032": "'"}
+SYMBOLS |= {"\u20ac": " euro ", "\u00a3": " gbp ", "\u00a5": " yen ", "\u00a2": " cent "}
 TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|mathbf|mathit|operatorname|emph) ?"
 FUNCTIONS = "sin|cos|tan|cot|csc|arcsin|arccos|arctan|ln|log|exp|sqrt|pi"
 SPELLINGS = (  # applied in this order
     (r"\\(?:left|right|displaystyle|limits|[bB]igg?[lr]?)(?![a-zA-Z])", ""),
     (r"\\!|\{,\}", lambda found: found[0].strip("\\!{}")),
     (r"\\(?:q?quad\b|[,;: ()\[\]])(?<!\\\\.)|~", " "),
-    (r"\\\$|[\u20ac\u00a3\u00a5\u00a2]", lambda found: CURRENCIES[found[0][-1]]),
+    (r"\\\$", " dollar "),
     (r"\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree\b|\u00b0", " degree "),
     (r"\\%|\bper ?cent\b", "%"),
     (TEXT + r"\{([^{}]*)\}", r" \1 "),
     (r"\\[dtc](frac|binom)", r"\\\1"),
-    (r"\\varnothing\b|\u2205", r"\\emptyset"),
-    (r"\\(?:le(?:qslant)?|ge(?:qslant)?|ne|lt|gt)(?![a-zA-Z])|<=|>=|!=", lambda f: SIGNS[f[0]]),
+    (r"\\([lg](eqslant|[et])|ne|mid|[lr]brace|cr)(?![a-zA-Z])|[<>!]=", lambda f: SIGNS[f[0]]),
+    (r"\\varnothing\b|\u2205|\\\{ ?\\\}", r"\\emptyset"),
     (r"\\[lc]?dots\b|\.{3}", r" \\ldots "),
     (rf"(?<![a-zA-Z\\])({FUNCTIONS})(?![a-zA-Z])", r"\\\1"),
     (r"(?<![a-zA-Z\\])(?:inf|infinity)(?![a-zA-Z])", r"\\infty"),
     (r"\s+", " "),
-    (r"(?<=[a-z]) squared(?=\W*$)", "^2"),
-    (r"(?<=[a-z]) cubed(?=\W*$)", "^3"),
-    (r"(?<=[\d)}] )(?:square|sq\.?) ([a-zA-Z]+)", r"\1^2"),
-    (r"(?<=[\d)}] )cubic ([a-zA-Z]+)", r"\1^3"),
+    (r"(?<=[a-z]) (squared|cubed)(?=\W*$)", lambda f: f"^{POWERS[f[1]]}"),
+    (r"(?<=[\d)}i] )(?:square|sq\.?) ([a-zA-Z]+)", r"\1^2"),
+    (r"(?<=[\d)}i] )cubic ([a-zA-Z]+)", r"\1^3"),
+    (r"(?<=[a-z]) ?/ ?(?=[a-z])", "/"),
+    (r"(?<=\d) ?x ?(?=10\^)", r"\\times "),
     (r"(?<=\d) (?=\d{3}\b)", ""),  # 1 234 -> 1234
     (r"(\d) (\d+) ?/ ?(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
     (r"(?<=\d) (thousand|[mb]illion|trillion)\b", lambda f: rf"\times 10^{{{POWERS[f[1]]}}}"),
@@ -154,11 +156,10 @@ SPELLINGS = (  # applied in this order
     (r",? (?:and|or) |,? and$", " , "),
 )
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
-POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-CURRENCIES = {"$": " dollar ", "\u20ac": " euro ", "\u00a3": " gbp ", "\u00a5": " yen "}
-CURRENCIES |= {"\u00a2": " cent "}
+POWERS = {"squared": 2, "cubed": 3, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 SIGNS = {"\\lt": "<", "\\gt": ">", "<=": "\\leq ", ">=": "\\geq ", "!=": "\\neq ", "\\ne": "\\neq "}
 SIGNS |= {"\\le": "\\leq ", "\\leqslant": "\\leq ", "\\ge": "\\geq ", "\\geqslant": "\\geq "}
+SIGNS |= {"\\mid": ":", "\\lbrace": "\\{", "\\rbrace": "\\}", "\\cr": "\\\\"}
 
 
 def _spell(text: str) -> str:
@@ -166,13 +167,11 @@ def _spell(text: str) -> str:
     text = re.sub("([\u00bc-\u00be\u2150-\u215e])", r" \1", text)  # one and a half, not 11/2
     text = re.sub(r"\u221a ?(\d+|)", r"\\sqrt{\1}", text).replace("\\sqrt{}", "\\sqrt ")
     text = re.sub("([\u00b2\u00b3\u00b9\u2070-\u2079]+)", r"^{\1}", text)  # 5 squared, not 52
-    text = unicodedata.normalize("NFKC", text.translate(str.maketrans(SYMBOLS)))
-    text = text.translate(str.maketrans(SYMBOLS))
+    text = unicodedata.normalize("NFKC", text).translate(str.maketrans(SYMBOLS))
     text = re.sub(r"(?<!\\)\$([^$]*[^$\\])\$", r" \1 ", text)  # math mode
     text = re.sub(r"(?<!\\)\$", r"\\$", text)
     for pattern, spelling in SPELLINGS:
         text = re.sub(pattern, spelling, text)
-    text = text.lstrip(" *`'\"").rstrip(" *`'\".,;:")
     if not re.search(r"[(\[]|\\\{", text):  # there a comma separates
         text = THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
     return text
@@ -246,11 +245,11 @@ def _relation(text: str, depth: int) -> _Part:
         return labelled._replace(label=_squeeze(operands[0]).casefold())
     sides = []
     for index, sign in enumerate(signs):
-        pair = operands[index : index + 2]
+        pair = [operand.strip() for operand in operands[index : index + 2]]
         if sign in FLIPPED:
             pair.reverse()
-        sides.append(_Part(FLIPPED.get(sign, sign), pair, text))
-    return _Part("relation", sorted(sides), text)
+        sides.append(_Part(FLIPPED.get(sign, sign), pair, sign))
+    return _Part("relation", sides, text)
 
 
 def _is_label(text: str) -> bool:
@@ -264,14 +263,16 @@ MONTHS |= {month[:3]: number for month, number in MONTHS.items()}
 
 def _moment(text: str) -> tuple:
     """(13, 30) of 1:30 PM, (3, 5, 2021) of March 5, 2021; () of what is neither."""
+    text = {"noon": "12 pm", "midnight": "12 am"}.get(text.lower(), text)
+    text = re.sub(r"^(\d\d?)/(\d\d?)/(\d{4})$", r"\3-\1-\2", text)
     clock = re.fullmatch(r"(\d{1,2})(?::(\d\d))? ?(?:([ap])\.? ?m)?", text, re.I)
     if clock and (clock[2] or clock[3]):
         hours = int(clock[1]) % 12 if clock[3] else int(clock[1])
         return hours + (12 if clock[3] in ("p", "P") else 0), int(clock[2] or 0)
-    date = re.fullmatch(r"(\d{4})-(\d\d)-(\d\d)", text)
+    date = re.fullmatch(r"(\d{4})-(\d\d?)-(\d\d?)", text)
     if date:
         return int(date[2]), int(date[3]), int(date[1])
-    words = re.findall(r"[a-z]+|\d+", re.sub(r"(?<=\d)(st|nd|rd|th)\b", "", text.lower()))
+    words = re.findall(r"\b(?!of\b)[a-z]+|\d+", re.sub(r"(?<=\d)(st|nd|rd|th)\b", "", text.lower()))
     months = [MONTHS[word] for word in words if word in MONTHS]
     numbers = [int(word) for word in words if word.isdigit() and len(word) <= 4]
     if len(months) == 1 and len(numbers) in (1, 2) and len(words) == 1 + len(numbers):
@@ -293,9 +294,9 @@ def _same(given: _Part, gold: _Part, steps: Iterator[int]) -> bool:
         return False
     if given.kind == "moment":
         return given.parts == gold.parts
-    if given.kind == "relation":
-        return all(map(_same_side, given.parts, gold.parts))
-    if given.kind in ("list", "union"):
+    if given.kind in RELATIONS:
+        return _same_side(given, gold)
+    if given.kind in ("list", "union", "relation"):
         return _same_in_any_order(given.parts, gold.parts, steps)
     return all(map(_same, given.parts, gold.parts, itertools.repeat(steps)))
 
@@ -337,7 +338,7 @@ MEASURED = rf"(?:(?<=[\d)}}])|(?<=\\pi))(?: | ?(?={SHORT}\b))({UNIT}(?:[ /]{UNIT
 MEASURED += r" ?(?:\^\{?(\d)\}?)?$"
 SAME = "feet ft foot ft inch in meter m centimeter cm millimeter mm kilometer km gram g hour h"
 SAME += " kilogram kg liter l second s sec s minut min hr h pound lb ounc oz mil mi yard yd"
-SAME = f"{SAME} celsiu C fahrenheit F mL ml L l".split()
+SAME = f"{SAME} celsiu C fahrenheit F mL ml milliliter ml L l".split()
 SAME_UNIT = dict(zip(SAME[::2], SAME[1::2], strict=True))  # names without their last e and s
 PREFIXED = re.compile(r"^(-?) ?(dollar|euro|gbp|yen) (.*?)( per .*)?$")
 
@@ -353,7 +354,7 @@ def _quantity(text: str) -> tuple[str, list[str], bool]:
         text = text[: found.start()]
         for word in re.split("[ /]", found[1].replace(" per ", "/")):
             word = word if word.isupper() or word[1:] != word[1:].lower() else word.lower()
-            word = re.sub(r"(?<=..)[es]*$", "", word)  # inches -> inch
+            word = re.sub(r"(?<=..)[es]*$", "", word.replace("tre", "ter"))  # inches -> inch
             units.append(SAME_UNIT.get(word, word))
         units[-1] += found[2] or ""
     text = re.sub(r" degrees?\b", "", text).strip()
@@ -395,4 +396,5 @@ def _expressions():
 
 
 def _squeeze(text: str) -> str:
-    return re.sub(r"\{(\w)\}", r"\1", "".join(text.split()))
+    """Without white space, but for that of 4 2, which is not 42."""
+    return re.sub(r"\{(\w)\}", r"\1", re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text))

@@ -57,7 +57,6 @@ def use_packed_attention(model: nn.Module) -> None:
     attention.
     """
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
     # What is not routed through the interface would run as before, over the whole row, and say
     # nothing.
@@ -80,7 +79,8 @@ def use_packed_attention(model: nn.Module) -> None:
         if decoder is not model:
             decoder.register_forward_pre_hook(_refuse_longer(limit), with_kwargs=True)
     AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    # Without a mask function of that name Transformers makes no mask. Making none by a function
+    # would wait for the device in each forward: it looks for packed sequences first.
     model.set_attn_implementation(NAME)
 
 
@@ -113,10 +113,6 @@ def _refuse_longer(limit: int):
             )
 
     return check
-
-
-def _no_mask(*args, **kwargs) -> None:
-    return None
 
 
 def packed_attention(
@@ -153,11 +149,11 @@ def packed_attention(
         or s_aux is not None
         or attention_mask is not None
         or query.shape[0] != 1
+        or query.shape[-1] != value.shape[-1]  # latent attention
     ):
         raise ValueError(
-            f"{type(module).__name__}: packed attention takes one row without a mask, "
-            "and has no soft-cap or attention "
-            f"sinks; use {SUITABLE}"
+            f"{type(module).__name__}: packed attention takes one row without a mask, values as "
+            f"long as keys, and has no soft-cap or attention sinks; use {SUITABLE}"
         )
     if dropout:
         advice = "set attention_dropout of its config to 0"

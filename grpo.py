@@ -17,7 +17,7 @@ before the run. pi_sampler is pi_old as the engine computes it: other kernels, o
 logarithms of all four at the sampled tokens are logprobs.token_logprobs.
 
 `main` has the six phases. All sizes that a user gives are over all ranks; gradients do not depend
-on the number of ranks or rows.
+on the number of ranks or rows. Source: Shao 2024 (arXiv:2402.03300).
 
 Variants are flags; the defaults are GRPO with DAPO's divisor and clip, and no KL term:
     Paper      --loss.normalize sequence --loss.clip-high 0.2 --loss.kl-coef 0.04
@@ -27,7 +27,6 @@ Variants are flags; the defaults are GRPO with DAPO's divisor and clip, and no K
     DAPO       --loss.normalize token --resample-tries 8 --advantage.overlong-buffer 512
     GSPO       --loss.ratio sequence --loss.normalize sequence
                --loss.clip-low 3e-4 --loss.clip-high 4e-4
-Source: Shao 2024 (arXiv:2402.03300).
 """
 
 from __future__ import annotations
@@ -57,6 +56,7 @@ import metrics
 import model
 import offload
 import packing
+import plan
 import report
 import reshard
 import rollout
@@ -127,7 +127,7 @@ class Args:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self):
-        run.check(self)  # the rules that all scripts share
+        plan.check(self)  # the rules that all scripts share
         require = run.require
         tries = self.resample_tries
         require(tries >= 1, "--resample-tries", tries, "at least 1")
@@ -203,7 +203,7 @@ def main(asked: Args) -> None:
 
         # 4. Log-probabilities stay fixed while the batch is used.
         with meter.timer("old_logprobs"):
-            # In a single pass the first minibatch meets the policy unchanged: its ratio is 1.
+            # A single pass meets the first minibatch with the policy unchanged: its ratio is 1.
             skip = 1 if args.batch.num_epochs == 1 else 0
             rows = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature, skip)
         if reference is not None:
@@ -220,14 +220,14 @@ def main(asked: Args) -> None:
                     policy.zero_grad()  # neither this step is taken nor any later one of the batch
                     break
                 norm = model.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
-                meter.update({"actor/grad_norm": norm, "actor/lr": rate})
+                meter.add_update("actor", norm, rate)
 
         # 6. Report, save. The last evaluation is of the model that is exported.
         if args.eval_every and step + 1 == args.num_steps:
             with engine.awake():
                 sync(args, policy, engine, meter)
                 evaluate(args, engine, scorer, tokenizer, eval_prompts, meter)
-        if mesh.size() > 1:  # a probe: the gradients' own collectives run beside the computation
+        if mesh.size() > 1:  # timed by itself: those of the gradients run beside the computation
             meter.add("communication/nccl_bw_gb", hardware.measure_bandwidth(1 << 22))
         if args.refresh_every and (step + 1) % args.refresh_every == 0:
             with offloader.present(reference):
@@ -243,9 +243,9 @@ def main(asked: Args) -> None:
 
 
 def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt], Scorer]:
-    """(model directory, tokenizer, stream, evaluation prompts, scorer), before memory is taken."""
+    """(model directory, tokenizer, stream, eval prompts, scorer), before a model is loaded."""
     scorer = Scorer(args.reward)
-    path = hub.find_model(args.model_path, run.longest(args))
+    path = hub.find_model(args.model_path, plan.longest(args))
     tokenizer = hub.load_tokenizer(path, f"--model {args.model_path}")
     datasets, eval_sets = data.load_all(args.data_paths, args.eval_paths, tokenizer, args.data)
     data.require_columns([*datasets, *eval_sets], scorer.wanted)
@@ -254,7 +254,7 @@ def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt],
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)
     copies = 1 if args.loss.kl_coef else 0
     size = hub.memory_plan(path, args.model.master_dtype, copies)
-    run.print_plan(args, datasets, eval_sets, model=f"{path}: {size}")
+    plan.print_plan(args, datasets, eval_sets, model=f"{path}: {size}")
     return path, tokenizer, stream, [p for prompts in eval_sets for p in prompts], scorer
 
 
@@ -289,7 +289,7 @@ def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
 
 
 def sync(args: Args, policy: nn.Module, engine: rollout.Engine, meter) -> None:
-    """Give the policy's weights to the engine, which is awake; it is ready to sample then."""
+    """Give the policy's weights to the engine, which is awake: after that it can sample."""
     with meter.timer("reshard"):
         reshard.sync_weights(policy, engine)
         if args.verify_sync:
@@ -305,7 +305,7 @@ def evaluate(args: Args, engine, scorer, tokenizer, prompts: list[data.Prompt], 
 def sample_groups(args: Args, step: int, engine, scorer, tokenizer, stream, meter) -> list[Group]:
     """This rank's groups with their rewards.
 
-    With dynamic sampling, rounds go on until enough groups have spread, or tries are up.
+    With dynamic sampling, rounds go on until enough groups have unequal rewards or tries end.
     """
     size = args.batch.group_size
     kept = []
@@ -373,14 +373,13 @@ def actor_gradients(
     args: Args, policy: nn.Module, rows: list[PackedRow], totals: dict[str, int], meter
 ) -> Tensor:
     """Add the gradients of a minibatch to the policy; returns this rank's share of ppo_kl."""
+    temperature = args.rollout.temperature
     kl = torch.zeros((), device=rows[0].tokens.device)
     for i, row in enumerate(rows):
-        # Gradients are reduced over ranks once, behind the last row: until then they add up here.
+        # Gradients are reduced over ranks once, after the last row. Until then they add up here.
         is_last = i == len(rows) - 1
         policy.set_requires_gradient_sync(is_last or args.model.reduce_every_row)
-        current, entropy = logprobs.token_logprobs(
-            policy, row, temperature=args.rollout.temperature
-        )
+        current, entropy = logprobs.token_logprobs(policy, row, temperature=temperature)
         limit = args.rollout.max_response_tokens
         loss, stats = losses.actor_loss(current, entropy, row, totals, args.loss, limit)
         loss.backward()

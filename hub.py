@@ -20,53 +20,57 @@ Source: the safetensors index format of Transformers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
+import operator
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# What readers of JSON, and Transformers, raise for a file that is broken.
+BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RecursionError)
+
 
 def find_model(name: str, longest: int, flag: str = "--model") -> str:
     """The local directory of a model: `name` if it is one, else its snapshot from the Hub.
 
-    Collective. Raises ValueError, which begins with `flag`, for a directory without config.json,
-    for a Hub name that cannot be fetched, for files that are missing, and for a model with fewer
-    positions than `longest`, the tokens of a prompt with its response.
+    Collective. Raises ValueError, which begins with `flag`: no config.json, a Hub name that cannot
+    be fetched, a model that is no decoder, files that are missing or damaged, or fewer positions
+    than `longest`, the tokens of a prompt with its response.
     """
     path = name if Path(name).exists() else _fetch(name, flag)
+    label = f"{flag} {name}"
     if not (Path(path) / "config.json").exists():
         advice = "give a Hugging Face model directory or a Hub name"
-        raise ValueError(f"{flag} {name}: has no config.json; {advice}")
-    positions = num_positions(_config(path, f"{flag} {name}"), f"{flag} {name}")
+        raise ValueError(f"{label}: has no config.json; {advice}")
+    positions = num_positions(_config(path, label), label)
     if positions is not None and longest > positions:
         lengths = "--data.max-prompt-tokens + --rollout.max-response-tokens"
         half = positions // 2
         advice = f"lower one of them; try {half} and {positions - half}"
         has = f"has {positions} positions, {lengths} want {longest}"
-        raise ValueError(f"{flag} {name}: {has}; {advice}")
-    _tensor_files(path, f"{flag} {name}")
+        raise ValueError(f"{label}: {has}; {advice}")
+    _shapes(path, label)
     return path
 
 
-def load_tokenizer(path: str, label: str):
+def load_tokenizer(path: str, label: str) -> Any:
     """The tokenizer in the directory `path`; ValueError, which begins with `label`, without one."""
     from transformers import AutoTokenizer, logging
 
     logging.disable_progress_bar()
     advice = "save the model's tokenizer there with save_pretrained"
-    try:
+    with _said_of(f"{label}: its tokenizer does not load", f"; {advice}"):
         tokenizer = AutoTokenizer.from_pretrained(path)
         words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise ValueError(f"{label}: its tokenizer does not load ({why}); {advice}") from None
     if not words:  # what Transformers makes of a directory without one
         raise ValueError(f"{label}: has no tokenizer; {advice}")
     tokenizer.clean_up_tokenization_spaces = False  # made for WordPiece; elsewhere it eats spaces
@@ -74,14 +78,35 @@ def load_tokenizer(path: str, label: str):
 
 
 def _config(path: str, label: str):
-    """The configuration of the model's text part, in the spelling of this Transformers."""
-    from transformers import AutoConfig
+    """The configuration of a decoder's text part, in the spelling of this Transformers."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    with _said_of(f"{label}: config.json is of no model for Transformers"):
+        config = AutoConfig.from_pretrained(path)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = f"is of the type {config.model_type}, which is no decoder of text alone"
+        raise ValueError(f"{label}: {kind}; give a causal language model")
+    return config.get_text_config()
+
+
+@contextlib.contextmanager
+def _said_of(what: str, advice: str = "") -> Iterator[None]:
+    """Inside, whatever other libraries raise for a broken file is a ValueError in one line."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
 
     try:
-        return AutoConfig.from_pretrained(path).get_text_config()
-    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise ValueError(f"{label}: config.json is of no model for Transformers ({why})") from None
+        yield
+    except (*BROKEN, StrictDataclassError, SafetensorError) as error:
+        problem = error
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers has no class of its own
+            raise
+        problem = error
+    else:
+        return
+    why = " ".join(str(problem).split())[:200] or type(problem).__name__
+    raise ValueError(f"{what} ({why}){advice}") from None
 
 
 def num_positions(config, label: str = "model") -> int | None:
@@ -101,7 +126,8 @@ def num_positions(config, label: str = "model") -> int | None:
     if kind == "longrope":
         return original or positions
     if kind in ("yarn", "linear") and positions is not None:
-        return max(positions, int((original or positions) * rope.get("factor", 1)))
+        with _said_of(f"{label}: has a rotary scaling without a factor that is a number"):
+            return max(positions, int((original or positions) * float(rope.get("factor", 1))))
     return positions
 
 
@@ -114,11 +140,26 @@ def _tensor_files(path: str, label: str) -> list[Path]:
         raise ValueError(f"{label}: has no {single.name} and no index of several; {advice}")
     if not index.exists():
         return [single]
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    for name in names:
-        if not (Path(path) / name).exists():
-            raise ValueError(f"{label}: {name}, which {index.name} names, is missing")
-    return [Path(path) / name for name in names]
+    with _said_of(f"{label}: {index.name} lists no files", "; copy it again"):
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        files = [Path(path) / name for name in sorted(names)]
+    for file in files:
+        if not file.exists():
+            raise ValueError(f"{label}: {file.name}, which {index.name} names, is missing")
+    return files
+
+
+def _shapes(path: str, label: str) -> list[tuple[str, list[int]]]:
+    """(name, shape) of each tensor in the model's files."""
+    from safetensors import safe_open
+
+    shapes = []
+    for file in _tensor_files(path, label):
+        what = f"{label}: {file.name} cannot be read"
+        with _said_of(what, "; copy it again"), safe_open(file, "pt") as opened:
+            for name in list(opened.keys()):
+                shapes.append((name, opened.get_slice(name).get_shape()))
+    return shapes
 
 
 def _fetch(name: str, flag: str) -> str:
@@ -169,17 +210,11 @@ def find_critic(name: str, longest: int, policy_path: str) -> str:
 
 
 def _find_scorer(name: str, longest: int, policy_path: str, flag: str, has_head: bool) -> str:
-    from safetensors import safe_open
-
     if not name:
         return ""
     path = find_model(name, longest, flag)
-    labels = 0
-    for file in _tensor_files(path, f"{flag} {name}"):
-        with safe_open(file, framework="pt") as tensors:
-            if "score.weight" in list(tensors.keys()):
-                labels = tensors.get_slice("score.weight").get_shape()[0]
-    if has_head and labels != 1:
+    head = dict(_shapes(path, f"{flag} {name}")).get("score.weight", [0])
+    if has_head and head[0] != 1:
         kind = "no sequence classifier with one label (score.weight [1, D])"
         raise ValueError(f"{flag} {name}: is {kind}")
     theirs = load_tokenizer(path, f"{flag} {name}").get_vocab()
@@ -191,13 +226,7 @@ def _find_scorer(name: str, longest: int, policy_path: str, flag: str, has_head:
 
 def memory_plan(path: str, master_dtype: str, frozen_copies: int) -> str:
     """What stays in a rank's memory while training the model at `path`, in GiB, as a line."""
-    from safetensors import safe_open
-
-    num_parameters = 0
-    for file in _tensor_files(path, path):
-        with safe_open(file, framework="pt") as tensors:
-            for name in list(tensors.keys()):
-                num_parameters += math.prod(tensors.get_slice(name).get_shape())
+    num_parameters = sum(math.prod(shape) for _, shape in _shapes(path, path))
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     gib = num_parameters / num_ranks / 2**30
     master = 4 if master_dtype == "float32" else 2
@@ -211,13 +240,14 @@ def memory_plan(path: str, master_dtype: str, frozen_copies: int) -> str:
 
 def stop_token_ids(path: str, *more: int | None) -> list[int]:
     """All ids that end a response: of generation_config.json and config.json at `path`, and `more`
-    (a tokenizer's).
+    (a tokenizer's). ValueError for a file that is damaged.
     """
     ids = set(more) - {None}
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
-        eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
-        ids.update([eos] if isinstance(eos, int) else eos or [])
+        with _said_of(f"{path}: {name} has no list of token ids", "; copy it again"):
+            eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+            ids.update(map(operator.index, [eos] if isinstance(eos, int) else eos or []))
     return sorted(ids)
 
 
@@ -248,7 +278,9 @@ def save_safetensors(
     held: dict[str, Tensor] = {}
 
     def flush() -> None:
-        save_file(held, out_dir / f"part-{len(files):05d}.safetensors", metadata={"format": "pt"})
+        file = out_dir / f"part-{len(files):05d}.safetensors"
+        save_file(held, file, metadata={"format": "pt"})
+        file.chmod(out_dir.stat().st_mode & 0o666)  # not 0600: whoever sees the directory reads it
         files.append(list(held))
         held.clear()
 
@@ -304,11 +336,12 @@ def copy_model_files(path: str | Path, out_dir: str | Path, dtype: torch.dtype) 
     """Copy config, tokenizer and generation config of the model at `path`; config.json states
     `dtype`. Rank 0 only.
     """
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
-    for pattern in ("*.json", "*.jinja", "*.model", "*.txt"):
-        for file in Path(path).glob(pattern):
-            if not file.name.endswith(".index.json"):
-                shutil.copy(file, Path(out_dir) / file.name)
+    patterns = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja")
+    for file in itertools.chain.from_iterable(map(Path(path).glob, patterns)):
+        if not file.name.endswith(".index.json"):
+            copied = Path(out_dir) / file.relative_to(path)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, copied)
     config_file = Path(out_dir) / "config.json"
     config = json.loads(config_file.read_text())
     config.pop("torch_dtype", None)  # the older name of the same field

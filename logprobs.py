@@ -105,7 +105,7 @@ def model_scores(model: nn.Module, rows: Sequence) -> list[float]:
     outputs = []
 
     def read(head, inputs, _):
-        """All tokens' scores: the model's own choice among them goes by the pad token's value."""
+        """The scores of all tokens: the model itself would pick one by the pad token's id."""
         outputs.append(inputs[0].float() @ head.weight.t().float())  # bf16 rounds 10 to 1/16
 
     scores = {}
@@ -195,10 +195,9 @@ def _response_logprobs(
     head = plain_head(self)
     softcap = getattr(self.config, "final_logit_softcapping", None)
     fused = _is_compiled(self)
-    logprobs, entropy = head_logprobs(
+    found = head_logprobs(
         states, head.weight, head.bias, tokens[positions], temperature, softcap, chunk, fused
     )
-    found = (logprobs, entropy)
     return tuple(_placed(values, positions, cu_seqlens, tokens) for values in found)
 
 
@@ -215,8 +214,9 @@ def plain_head(model: nn.Module) -> nn.Linear:
     if not isinstance(head, nn.Linear):
         advice = "merge its adapters, or leave the head without"
         raise ValueError(f"the head is a {type(head).__name__}, not a matrix; {advice}")
-    for name, value in vars(model.config.get_text_config()).items():
-        if re.search("logits?_scal|logits?_mult|lm_head_mult", name) and value not in (None, 1.0):
+    config = model.config.get_text_config()
+    for name in filter(re.compile("logits?_(scal|mult)|lm_head_mult").search, dir(config)):
+        if getattr(config, name) not in (None, 1.0):
             kind = type(model).__name__
             raise ValueError(f"{kind}: models that scale their logits ({name}) are not supported")
     return head

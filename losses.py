@@ -49,7 +49,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf
 from typing import Any, Literal, get_args
 
 import torch
@@ -102,8 +101,8 @@ class LossConfig:
         for name, holds, rule in (
             ("clip_low", 0 < self.clip_low <= 1, "above 0 and at most 1; try 0.2"),
             ("clip_high", self.clip_high > 0, "above 0; try 0.28"),
-            ("kl_coef", 0 <= self.kl_coef < inf, "finite and at least 0 (off)"),
-            ("entropy_coef", 0 <= self.entropy_coef < inf, "finite and at least 0 (off)"),
+            ("kl_coef", 0 <= self.kl_coef < 1e18, "at least 0 (off), and below 1e18"),
+            ("entropy_coef", 0 <= self.entropy_coef < 1e18, "at least 0 (off), and below 1e18"),
             ("importance_cap", self.importance_cap >= 1, "at least 1; try 2"),
             ("target_kl", self.target_kl >= 0, "at least 0 (never)"),
         ):

@@ -97,7 +97,7 @@ class Metrics:
         self.add("reward/mean", mean)
         self.add(f"reward/{source}/mean", mean)
         if len(rewards) > 1:
-            # Flat exactly where advantages are 0: sums in another order round differently.
+            # Equal up to the rounding of weighted sums, exactly where the advantages are 0.
             rounding = 1e-14 * max(1.0, *map(abs, rewards))
             is_flat = all(abs(reward - rewards[0]) <= rounding for reward in rewards)
             self.add("reward/std", torch.tensor(rewards).std(correction=0).item())
@@ -121,13 +121,18 @@ class Metrics:
     def add_pass(self, model: torch.nn.Module, row) -> None:
         """One forward and backward of `model` over a packed row, where it is made."""
         if not row.source:
-            return  # filler
+            return  # an empty row
         if model not in self._costs:
             self._costs[model] = pass_cost(model)
         cost = self._costs[model]
         lengths = row.cu_seqlens.diff().double()  # on the device: nobody waits
         flops = cost.token * lengths.sum() + cost.pair * lengths.square().sum()
         self.add("perf/model_flops", flops + cost.scored * row.num_response_tokens, reduction="sum")
+
+    def add_update(self, name: str, norm: float, rate: float) -> None:
+        """An optimizer step of the model `name`, which all ranks take together."""
+        self.update({f"{name}/grad_norm": norm, f"{name}/lr": rate})
+        self.add(f"{name}/num_updates", 1, reduction="sum")
 
     @contextlib.contextmanager
     def timer(self, name: str) -> Iterator[None]:
@@ -258,8 +263,8 @@ def _merge_ranks(per_rank: list[dict[tuple[str, str], Entry]]) -> dict[str, floa
             record[name] = _extreme(values, reduction)
         elif reduction == "mean":
             record[name] = sum(values) / sum(entry.weight for entry in found)
-        elif name.startswith("timing_s/"):
-            record[name] = sum(values) / len(per_rank)  # so that phases still add up to the step
+        elif name.startswith("timing_s/") or name.endswith("/num_updates"):
+            record[name] = sum(values) / len(per_rank)  # of a rank: phases add up to the step
         else:
             record[name] = sum(values)
     return record

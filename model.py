@@ -76,23 +76,22 @@ class OptimConfig:
     """Decay rates of Adam's two moments."""
 
     def __post_init__(self):
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(
-                f"--optim.betas {self.betas[0]} {self.betas[1]}: must be in [0, 1); try 0.9 0.98"
-            )
-        if self.warmup_steps < 0 or self.weight_decay < 0 or self.max_grad_norm <= 0:
-            raise ValueError(
-                f"--optim.warmup-steps {self.warmup_steps}, --optim.weight-decay "
-                f"{self.weight_decay}: at least 0; "
-                f"--optim.max-grad-norm {self.max_grad_norm}: above 0 (inf switches clipping off)"
-            )
+        for name, holds, rule in (
+            ("betas", all(0 <= x < 1 for x in self.betas), "in [0, 1); try 0.9 0.98"),
+            ("warmup-steps", self.warmup_steps >= 0, "at least 0"),
+            ("weight-decay", 0 <= self.weight_decay <= 1, "from 0 to 1"),
+            ("max-grad-norm", self.max_grad_norm > 0, "above 0 (inf switches clipping off)"),
+        ):
+            if not holds:
+                value = getattr(self, name.replace("-", "_"))
+                shown = " ".join(map(str, value)) if name == "betas" else value
+                raise ValueError(f"--optim.{name} {shown}: must be {rule}")
 
 
 def load_policy(
     path: str, mesh: DeviceMesh, config: ModelConfig | None = None, *, trainable: bool = True
 ) -> nn.Module:
-    """The causal language model at `path` as FSDP2 shards over `mesh`, in training mode without
-    dropout.
+    """The causal language model at `path` as FSDP2 shards over `mesh`, to train without dropout.
 
     Collective. trainable False: a frozen reference, in the compute dtype (bf16 on GPU, fp32 on
     CPU). Raises ValueError for a model that cannot be trained here (experts, scaled logits,
@@ -107,8 +106,7 @@ def load_policy(
 def load_critic(
     path: str, mesh: DeviceMesh, config: ModelConfig | None = None, *, trainable: bool = True
 ) -> nn.Module:
-    """The decoder at `path` under a head `score` of one number per token (sequence classification
-    with one label).
+    """The decoder at `path` under a head `score`: a number per token, a classifier of one label.
 
     As load_policy. A checkpoint without the head, such as the policy's, gets a head of zeros: first
     values are 0. trainable False: a frozen reward model, which must bring its head.
@@ -131,8 +129,11 @@ def _load(auto_class, hf_config, path: str, mesh, config, trainable, new=(), unu
             setattr(hf_config, name, 0.0)
     compute_dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
     dtype = getattr(torch, config.master_dtype) if trainable else compute_dtype
-    with parameters_on_meta():
-        model = auto_class.from_config(hf_config, dtype=dtype)
+    try:
+        with parameters_on_meta():
+            model = auto_class.from_config(hf_config, dtype=dtype)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: config.json makes no model ({error!r})") from None
     _refuse_unsupported(model, path)
     model = shard(model, mesh, config, compute_dtype)
     load_shards(model, path, new=new, unused=unused)
@@ -145,8 +146,9 @@ def _load(auto_class, hf_config, path: str, mesh, config, trainable, new=(), unu
 
 def _refuse_unsupported(model: nn.Module, path: str) -> None:
     """ValueError for what loads and would be trained wrongly, or is stored by other names."""
-    for name, value in vars(model.config.get_text_config()).items():
-        if re.search("logits?_scal|logits?_mult|lm_head_mult", name) and value not in (None, 1.0):
+    config = model.config.get_text_config()
+    for name in filter(re.compile("logits?_(scal|mult)|lm_head_mult").search, dir(config)):
+        if getattr(config, name) not in (None, 1.0):
             raise ValueError(f"{path}: models that scale their logits ({name}) are not supported")
     for name, p in model.named_parameters():
         if p.ndim > 2 or re.search("expert|moe", name):
@@ -289,10 +291,13 @@ def _refuse_other_tensors(model, path: str, stored, parameters, new, unused) -> 
     missing = [names[0] for names in parameters if not stored.keys() & {*names, *new}]
     missing = [name for name in missing if name not in new]
     more = [name for name in stored if name not in known and not re.search(skipped, name)]
+    advice = "save the model with save_pretrained(dir)"
+    if missing and more:
+        advice = f"{more[0]} is there; a model of other names in the file is not supported"
     for problem, names in {"missing": missing, "not this model's": more}.items():
         if names:
             which = f"{len(names)} tensors of {kind} are {problem}: {', '.join(names[:4])}"
-            raise ValueError(f"{path}: {which}; save the model with save_pretrained(dir)")
+            raise ValueError(f"{path}: {which}; {advice}")
     for name in stored.keys() - set(unused):
         dtype = stored[name].get_dtype()
         if dtype not in ("F64", "F32", "F16", "BF16"):
@@ -323,6 +328,8 @@ def _load_rows(parameter: Tensor, rows, label: str) -> None:
         start = min(num_rows * mesh.get_local_rank(axis), parameter.shape[0])
     if local.numel():
         local.copy_(rows[start : start + local.shape[0]])
+        if not torch.isfinite(local).all():
+            raise ValueError(f"{label} holds NaN or infinities; give a model without")
 
 
 def clean_name(name: str) -> str:

@@ -3,13 +3,13 @@
     bash launch.sh ppo.py                           # a small model learns to add, on a CPU
     bash launch.sh ppo.py --reward-model built-in   # the same, rewarded by a reward model
 
-A critic says what score to expect after each token; sizes are over all ranks.
+A critic says what score V to expect before each token, V' before the next. R is A + V_old.
     reward       r = score at the last token - kl_coef (log pi_old - log ref)
-                                                                     advantages.token_rewards
+                                                                        advantages.token_rewards
     advantage    A_i = sum_k (gamma lambda)^k (r + gamma V' - V)_(i+k)  advantages.gae
-    surrogate    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))  losses.policy_loss
-    value loss   1/2 max((V - R)^2, (V in V_old -+ clip - R)^2), R = A + V_old  losses.value_loss
-    each summed over response tokens / their number in the minibatch losses.{actor,critic}_loss
+    surrogate    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))     losses.policy_loss
+    value loss   1/2 max((V - R)^2, (clip(V, V_old -+ c) - R)^2)        losses.value_loss
+    each summed over response tokens / their number in the minibatch    losses.{actor,critic}_loss
 
 Sources: Schulman 2017 (arXiv:1707.06347), Ouyang 2022 (InstructGPT, arXiv:2203.02155).
 """
@@ -40,6 +40,7 @@ import metrics
 import model
 import offload
 import packing
+import plan
 import report
 import reshard
 import rollout
@@ -111,7 +112,7 @@ class Args:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self):
-        run.check(self)  # the rules that all scripts share
+        plan.check(self)  # the rules that all scripts share
         every = self.rollout_every
         run.require(every >= 1, "--rollout-every", every, "at least 1")
         counts = {"--eval-every": self.eval_every, "--save-every": self.run.save_every}
@@ -191,7 +192,7 @@ def main(asked: Args) -> None:
         # 4. Log-probabilities, values and advantages stay fixed while the batch is used.
         passes = args.batch.num_epochs * args.rollout_every
         with meter.timer("old_logprobs"):
-            # In a single pass the first minibatch meets the policy unchanged: its ratio is 1.
+            # A single pass meets the first minibatch with the policy unchanged: its ratio is 1.
             skip = 1 if passes == 1 and not args.gae.kl_coef else 0
             rows = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature, skip)
         if reference is not None:
@@ -213,7 +214,7 @@ def main(asked: Args) -> None:
                 with engine.awake():
                     sync(args, policy, engine, meter)
                     evaluate(args, engine, scorer, tokenizer, eval_prompts, meter)
-            if mesh.size() > 1:  # a probe: the gradients' own collectives run beside the update
+            if mesh.size() > 1:  # timed by itself: those of the gradients overlap the update
                 meter.add("communication/nccl_bw_gb", hardware.measure_bandwidth(1 << 22))
             if args.gae.kl_coef and step + 1 == first + args.rollout_every:
                 kl_penalty.update(stats["actor/reward_kl_penalty"], args.batch.num_samples)
@@ -230,7 +231,7 @@ def main(asked: Args) -> None:
 def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Prompt], Scorer]:
     """([policy's, critic's, reward model's directory], tokenizer, stream, eval prompts, scorer)."""
     scorer = Scorer(args.reward)
-    longest = run.longest(args)
+    longest = plan.longest(args)
     path = hub.find_model(args.model_path, longest)
     tokenizer = hub.load_tokenizer(path, f"--model {args.model_path}")
     reward_path = hub.find_reward_model(args.reward_model_path, longest, path)
@@ -244,7 +245,7 @@ def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Pr
     frozen = 1 if args.loss.kl_coef or args.gae.kl_coef else 0
     size = f"{path}: {hub.memory_plan(path, args.model.master_dtype, frozen)}"
     critic_size = hub.memory_plan(critic_path, args.model.master_dtype, 1 if reward_path else 0)
-    run.print_plan(args, datasets, eval_sets, policy=size, critic=critic_size)
+    plan.print_plan(args, datasets, eval_sets, policy=size, critic=critic_size)
     eval_prompts = [prompt for prompts in eval_sets for prompt in prompts]
     return [path, critic_path, reward_path], tokenizer, stream, eval_prompts, scorer
 
@@ -286,7 +287,7 @@ def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
 
 
 def sync(args: Args, policy: nn.Module, engine: rollout.Engine, meter) -> None:
-    """Give the policy's weights to the engine, which is awake; it is ready to sample then."""
+    """Give the policy's weights to the engine, which is awake: after that it can sample."""
     with meter.timer("reshard"):
         reshard.sync_weights(policy, engine)
         if args.verify_sync:
@@ -348,7 +349,7 @@ def update(
     for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
         critic_gradients(args, critic, rows[m], totals[m], meter)
         norm = model.optimizer_step(critic, critic_optimizer, critic_rate, args.optim.max_grad_norm)
-        meter.update({"critic/grad_norm": norm, "critic/lr": critic_rate})
+        meter.add_update("critic", norm, critic_rate)
         if not actor_learns:
             continue
         kl = actor_gradients(args, policy, rows[m], totals[m], meter)
@@ -357,7 +358,7 @@ def update(
             actor_learns = False
             continue
         norm = model.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
-        meter.update({"actor/grad_norm": norm, "actor/lr": rate})
+        meter.add_update("actor", norm, rate)
 
 
 def critic_gradients(
@@ -378,14 +379,13 @@ def actor_gradients(
     args: Args, policy: nn.Module, rows: list[PackedRow], totals: dict[str, int], meter
 ) -> Tensor:
     """Add the gradients of a minibatch to the policy; returns this rank's share of ppo_kl."""
+    temperature = args.rollout.temperature
     kl = torch.zeros((), device=rows[0].tokens.device)
     for i, row in enumerate(rows):
-        # Gradients are reduced over ranks once, behind the last row: until then they add up here.
+        # Gradients are reduced over ranks once, after the last row. Until then they add up here.
         is_last = i == len(rows) - 1
         policy.set_requires_gradient_sync(is_last or args.model.reduce_every_row)
-        current, entropy = logprobs.token_logprobs(
-            policy, row, temperature=args.rollout.temperature
-        )
+        current, entropy = logprobs.token_logprobs(policy, row, temperature=temperature)
         limit = args.rollout.max_response_tokens
         loss, stats = losses.actor_loss(current, entropy, row, totals, args.loss, limit)
         loss.backward()

@@ -33,6 +33,8 @@ that nothing could be measured, or NaN.
     actor/reward_kl_penalty       KL to the reference in the reward, nats per token; _coeff: weight
     actor/entropy                 entropy of the policy, nats per token
     actor/grad_norm, actor/lr     gradient norm before clipping; learning rate; critic/*: the same
+    actor/num_updates             optimizer steps taken; fewer than epochs x minibatches where
+                                  --loss.target-kl or a lack of tokens left some out; critic/*
     critic/vf_loss                squared error of the values, halved
     critic/vf_clipfrac            share of values that left the clip band
     critic/vf_explained_var       1 - Var(returns - values) / Var(returns), before the update
@@ -257,11 +259,14 @@ class Report:
         if num_flat >= config.zero_std_alarm:
             what = f"no group had any spread for {num_flat} steps"
             self._say("spread", f"{what}: too easy, or too hard")
-        norm = record.get("actor/grad_norm")
+        # A step that sampled and updated nothing has no norm at all.
+        learns = "reward/mean" not in record or "critic/grad_norm" in record
+        norm = record.get("actor/grad_norm", None if learns else 0.0)
         num_still = self._count("gradient", norm, norm == 0.0 and share != 1.0)
         if num_still >= config.zero_std_alarm:
             what = f"the policy has had no gradient for {num_still} steps"
-            self._say("gradient", f"{what}: are all responses masked or truncated?")
+            why = "are all responses masked or truncated, or is --loss.target-kl too low?"
+            self._say("gradient", f"{what}: {why}")
 
     def _count(self, name: str, value: float | None, is_lacking: bool) -> int:
         """Steps in a row that lack it; steps without a value do not count."""

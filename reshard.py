@@ -79,7 +79,7 @@ def verify_sync(
     3. a parameter that goes by a checkpoint's name, or is fused from such (the engine's
        `packed_modules_mapping`), holds the same numbers, in whatever order the engine wants them.
     Not proven: that order, parameters of other types (8 bits) or cut by tensor parallelism in 3,
-    and what the engine computes with them. rollout_corr/kl is the witness for these.
+    and what the engine computes with them. rollout_corr/kl shows what is wrong there.
     """
     dtype = dtype or engine.dtype
     before = _fingerprints(engine.model)

@@ -1,16 +1,16 @@
 """Rewards: foreign functions turn each response into one number, in worker processes with limits.
 
 The problem. A reward function is foreign code, run on text of a policy that finds its weak spots: a
-search that never ends, one None among 8 siblings that makes 8 advantages NaN. And 256 samples of
+search that never ends, one None in a group of 8 that makes 8 advantages NaN. And 256 samples of
 50 ms, one after another, are 12.8 s of idle GPU in each step.
 
 How it works. Scorer keeps num_workers processes that run worker.py, which must lie beside this
 file, without torch. A thread feeds each, with several samples at a time while many wait:
     submit(3, {"response": ...}) -> thread -> pipe -> worker -> [[0.5, ""]] -> collect
     silent for time_limit_s: its process group is killed and replaced -> "no result within 5 s"
-A reward is one number that is finite in fp32. Anything else (None, NaN, 1e39, an exception, a hang)
-is an error: it counts as error_reward and in error_frac, the first of each function is printed, and
-collect raises when more than max_error_frac of a function's samples fail.
+A reward is one number of at most 1e18 in size. Anything else (None, NaN, 1e39, an exception, a
+hang) is an error: it counts as error_reward and in error_frac, the first of each function is
+printed, and collect raises when more than max_error_frac of a function's samples fail.
 
 Functions, by spec. (Reward models are no spec: they run on the trainer's ranks.)
     math, exact       math_reward and exact_rewards of the file answers.py beside this one
@@ -41,12 +41,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
 TIMEOUT = "no result within"
-MAX_REWARD = 3.4028234663852886e38  # of fp32; above it advantages are NaN
+MAX_REWARD = 1e18  # its square, in a critic's loss, must be finite in fp32
 Outcome = tuple[float | None, str]  # (reward, "") or (None, what went wrong)
 Scores = tuple[list[float], dict[str, float]]  # rewards and stats
 
@@ -76,12 +76,12 @@ class RewardConfig:
         rules = (
             ("functions", 0 < len(distinct) == num, "at least one, of different names"),
             ("weights", len(self.weights) in (0, num), "none, or one for each function"),
-            ("weights", all(map(_fits, self.weights)), "finite in fp32"),
-            ("error_reward", _fits(self.error_reward), "finite in fp32"),
+            ("weights", all(map(_fits, self.weights)), "finite, at most 1e18 in size"),
+            ("error_reward", _fits(self.error_reward), "finite, at most 1e18 in size"),
             ("num_workers", self.num_workers >= 1, "at least 1"),
-            ("time_limit_s", self.time_limit_s >= 0.01, "at least 0.01"),
-            ("memory_limit_mb", self.memory_limit_mb >= 0, "at least 0"),
-            ("start_limit_s", self.start_limit_s >= 0.01, "at least 0.01"),
+            ("time_limit_s", 0.01 <= self.time_limit_s <= 1e6, "from 0.01 to 1e6"),
+            ("memory_limit_mb", 0 <= self.memory_limit_mb <= 1e9, "from 0 (no limit) to 1e9"),
+            ("start_limit_s", 0.01 <= self.start_limit_s <= 1e6, "from 0.01 to 1e6"),
             ("max_error_frac", self.max_error_frac >= 0, "at least 0"),
         )
         for name, holds, rule in rules:
@@ -162,7 +162,7 @@ class Scorer:
         try:
             samples = [sample for _, sample in taken]
             replies = self._ask(worker, name, samples, self.config.time_limit_s)
-        except BaseException as error:  # nobody may wait for ever
+        except (ValueError, OSError, RuntimeError) as error:  # no new worker starts
             for future, _ in taken:
                 future.set_exception(error)
             return
@@ -195,8 +195,8 @@ class Scorer:
         """Waits for samples 0..num_samples-1; returns (rewards, stats).
 
         stats: error_frac, timeout_frac, and <function>_mean of each function.
-        RuntimeError if more than max_error_frac of a function's samples fail; the scorer is then
-        at its end.
+        RuntimeError if more than max_error_frac of a function's samples fail; the scorer
+        can't be used after that.
         """
         config = self.config
         complete = sorted(self._samples) == list(range(num_samples))
@@ -215,7 +215,9 @@ class Scorer:
             rewards = [total + weight * score for total, score in zip(rewards, scores, strict=True)]
             stats[f"{_short(name)}_mean"] = sum(scores) / max(num_samples, 1)
         sums = [
-            (reward, "") if _fits(reward) else (None, f"{reward} is not finite in fp32")
+            (reward, "")
+            if _fits(reward)
+            else (None, f"{reward} is not finite, or above 1e18 in size")
             for reward in rewards
         ]
         num_errors += self._report("(weighted sum)", sums, num_samples)
@@ -226,7 +228,7 @@ class Scorer:
         return rewards, stats
 
     def _outcomes(self, name: str, samples: list[dict]) -> list[Outcome]:
-        """Of all samples, or of those up to the error that is one too many."""
+        """Of all samples; if too many fail, of those up to the error that exceeds the limit."""
         if self._batched[name]:
             return self._call(name, samples) if samples else []
         outcomes: list[Outcome] = []
@@ -263,7 +265,7 @@ class Scorer:
             self._idle.get().kill()
 
 
-def score(functions, samples: list[dict], *, time_limit_s=5.0, num_workers=4) -> Scores:
+def score(functions: Any, samples: list[dict], *, time_limit_s=5.0, num_workers=4) -> Scores:
     """(rewards, stats) of `samples` by one function or a list of them, specs or callables.
 
     Errors are counted, not raised.

@@ -51,7 +51,7 @@ class RolloutConfig:
     max_response_tokens: int = 1024
     """Longest response in tokens; one that reaches it is truncated."""
     temperature: float = 1.0
-    """Divides the logits, in sampling and in training alike; above 0 and at most 2."""
+    """Divides the logits, in sampling and in training alike; from 0.01 to 2."""
     tensor_parallel_size: int = 1
     """Consecutive ranks that share one engine; must divide the number of ranks."""
     memory_fraction: float = 0.45
@@ -84,7 +84,7 @@ class RolloutConfig:
 
     @property
     def backend(self) -> Literal["vllm", "hf"]:
-        """What `engine` means on this machine."""
+        """The backend by name: `engine`, or what "auto" chooses on this machine."""
         if self.engine == "auto":
             return "vllm" if importlib.util.find_spec("vllm") else "hf"
         return self.engine
@@ -93,13 +93,14 @@ class RolloutConfig:
         world = int(os.environ.get("WORLD_SIZE", 1))
         size = self.tensor_parallel_size
         is_divisor = 1 <= size <= world and world % size == 0
-        self._require("temperature", 0 < self.temperature <= 2, "above 0 and at most 2; try 1.0")
+        # Below 0.01 vLLM takes 0.01, and the trainer's logits overflow.
+        self._require("temperature", 0.01 <= self.temperature <= 2, "from 0.01 to 2; try 1.0")
         self._require("top_p", self.top_p == 1, "1: the trainer scores whole distributions")
         self._require("max_response_tokens", self.max_response_tokens >= 1, "at least 1; try 1024")
         self._require("tensor_parallel_size", is_divisor, f"a divisor of the {world} ranks; try 1")
         self._require("memory_fraction", 0 < self.memory_fraction < 1, "between 0 and 1; try 0.45")
         for name in ("length_bins", "kv_cache_gb", "max_num_seqs", "max_num_batched_tokens"):
-            self._require(name, getattr(self, name) >= 0, "at least 0")
+            self._require(name, 0 <= getattr(self, name) < 1e9, "at least 0, and below 1e9")
         if not torch.cuda.is_available():
             self._require("quantization", self.quantization != "fp8", "fp8_per_channel on a CPU")
         if self.backend == "hf":
@@ -185,7 +186,7 @@ class Engine:
     def load_weights(self, buckets: Iterable[list[tuple[str, Tensor]]]) -> int:
         """Bytes taken from `buckets` of (checkpoint name, full tensor); leads to ready.
 
-        Collective, as far as making the buckets is. RuntimeError if a parameter got no tensor.
+        Collective if making the buckets is. RuntimeError if a parameter got no tensor.
         """
         self._require("weights ready", "load_weights() needs `with engine.awake():` around it")
         sizes: list[int] = []

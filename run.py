@@ -23,17 +23,20 @@ Source: tyro for the command line; torchrun's environment variables for the proc
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import io
 import itertools
 import json
 import os
 import re
+import shutil
+import signal
 import sys
 import time
 import traceback
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -47,7 +50,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 @dataclass(frozen=True)
 class RunConfig:
     output_dir: str = "runs"
-    """Directory of all runs."""
+    """Directory of all runs, on a file system that all hosts share."""
     name: str = "run"
     """The run's own directory in it; an earlier run of that name is renamed, unless resumed."""
     save_every: int = 0
@@ -75,15 +78,18 @@ class RunConfig:
 
     def check(self, settings: Any, *model_paths: str) -> None:
         """ValueError, before memory is taken, if open() could not do its work: a run of this name
-        goes on, a model lies in its directory, or a resume has no state or unlike settings."""
+        goes on, a model lies in its directory, the disk has no room for what is learned, or a
+        resume has no state or unlike settings."""
         for path in filter(None, model_paths):
             if self.directory.resolve() in Path(path).resolve().parents:
                 where = "lies in the directory of this run"
                 raise ValueError(f"--model {path}: {where}; give another --name")
         if self.resume:
             self._check_resume(_to_json(settings))
-        if os.environ.get("RANK", "0") == "0" and (self.directory / "lock").exists():
-            os.close(self._lock())
+        if os.environ.get("RANK", "0") == "0":
+            self._check_disk(*model_paths[:1])
+            if (self.directory / "lock").exists():
+                os.close(self._lock())
 
     def open(self, settings: Any) -> None:
         """Make the run's directory, hold it, and write `settings` to config.json. Rank 0 alone.
@@ -102,6 +108,17 @@ class RunConfig:
         os.pwrite(held, f"{os.getpid()} on {os.uname().nodename}".ljust(99).encode(), 0)
         (self.directory / "config.json").write_text(json.dumps(known, indent=2))
 
+    def _check_disk(self, *model_paths: str) -> None:
+        """The directory can be made, and holds the model that is written at the end."""
+        nearest = next(p for p in (self.directory, *self.directory.parents) if p.exists())
+        is_open = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+        require(is_open, "--output-dir", self.output_dir, "a directory that you may write to")
+        files = [file for path in model_paths for file in Path(path).glob("model*.safetensors")]
+        needed = sum(file.stat().st_size for file in files) / 2**30
+        free = shutil.disk_usage(nearest).free / 2**30
+        rule = f"on a disk with room for the model: {needed:.2f} GiB, and {free:.2f} are free"
+        require(needed <= free, "--output-dir", self.output_dir, rule)
+
     def _check_resume(self, known: dict[str, Any]) -> None:
         steps = saved_steps(self.directory)
         if not steps:
@@ -119,8 +136,7 @@ class RunConfig:
 
     def _changes(self, known: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         """{flag: (its value in config.json, its value in `known`)} where they differ."""
-        file = self.directory / "config.json"
-        earlier = _flat(_read_settings(file, "--resume")) if file.exists() else {}
+        earlier = _flat(_read_settings(self.directory / "config.json", "--resume"))
         now = _flat(known)
         return {flag: (x, now.get(flag)) for flag, x in earlier.items() if x != now.get(flag)}
 
@@ -133,13 +149,17 @@ class RunConfig:
 
     def _lock(self) -> int:
         """Hold the directory until this process ends or closes the file, which is returned."""
-        held = os.open(self.directory / "lock", os.O_CREAT | os.O_RDWR)
+        held = os.open(self.directory / "lock", os.O_CREAT | os.O_RDWR, 0o666)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             who = (self.directory / "lock").read_text().strip() or "?"
             at_work = f"process {who} is at work there; end it or give another one"
             raise ValueError(f"--name {self.name}: {at_work}") from error
+        except OSError as error:  # Lustre without -o flock, NFS without lockd
+            if os.fstat(held).st_size == 0:  # a new file: it was not said yet
+                why = f"cannot be locked ({error.strerror}); start no second run of this --name"
+                print(f"warning: {self.directory}: {why}", flush=True)
         return held
 
 
@@ -168,52 +188,6 @@ def require(holds: object, flag: str, value: object, rule: str) -> None:
         raise ValueError(f"{flag} {value}: must be {rule}")
 
 
-def check(args: Any) -> None:
-    """The rules between settings of different groups that all scripts share; args: their Args."""
-    require(args.num_steps >= 1, "--num-steps", args.num_steps, "at least 1; try 200")
-    rate = args.learning_rate
-    require(0 < rate < 1, "--learning-rate", rate, "above 0 and below 1; try 1e-6")
-    require(args.seed >= 0, "--seed", args.seed, "at least 0")
-    require(0 < args.timeout_s < 1e7, "--timeout-s", args.timeout_s, "above 0; try 3600")
-    require(args.eval_every >= 0, "--eval-every", args.eval_every, "at least 0 (never)")
-    require(args.eval_samples >= 0, "--eval-samples", args.eval_samples, "at least 0 (none)")
-    if args.eval_every == 0:
-        no_samples = args.eval_samples == 0
-        require(no_samples, "--eval-samples", args.eval_samples, "0, or with --eval-every 20")
-        require(not args.eval_paths, "--eval-data", args.eval_paths, "with --eval-every 20")
-    least = longest(args)
-    rule = f"at least {least}, --data.max-prompt-tokens + --rollout.max-response-tokens"
-    row = args.batch.tokens_per_row
-    require(row >= least, "--tokens-per-row", row, rule)
-    if args.rollout.eight_bit:
-        kind = args.loss.importance
-        rule = "token: an 8-bit sampler is another policy"
-        require(kind != "off", "--loss.importance", kind, rule)
-
-
-def longest(args: Any) -> int:
-    """Tokens of a prompt with its response, at most."""
-    return args.data.max_prompt_tokens + args.rollout.max_response_tokens
-
-
-def print_plan(args: Any, datasets: Sequence, eval_sets: Sequence, **models: str) -> None:
-    """The arithmetic of a run as a table, on rank 0."""
-    if dist.get_rank() != 0:
-        return
-    num_prompts, num_evals = (sum(map(len, sets)) for sets in (datasets, eval_sets))
-    num_ranks = dist.get_world_size()
-    num_engines = num_ranks // args.rollout.tensor_parallel_size
-    plan = models | {
-        "data": f"{num_prompts} prompts for {args.num_steps} steps, {num_evals} to evaluate",
-        "ranks": f"{num_ranks}; {num_engines} {args.rollout.backend} engines",
-        "batch": args.batch.describe(args.data.max_prompt_tokens, args.rollout.max_response_tokens),
-    }
-    if args.optim.warmup_steps >= args.num_steps:
-        plan["warning"] = f"--optim.warmup-steps outlast the run of {args.num_steps} steps"
-    for name, text in plan.items():
-        print(f"{name:>8}  {text}", flush=True)
-
-
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
     """Inside, a ValueError or OSError ends the job with one line "error: ..." and exit code 1."""
@@ -221,7 +195,7 @@ def refusals() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            # The first rank of the host has mostly met the same: its line ends the job before.
+            # The host's first rank has mostly met the same error: its line is then the only one.
             time.sleep(5)
         sys.exit(f"error: {' '.join(str(error).split())}")
 
@@ -229,7 +203,7 @@ def refusals() -> Iterator[None]:
 def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
     """A 1-D mesh "shard" over all ranks of torchrun (one without it); selects this rank's device.
 
-    Collectives fail after timeout_s, above the longest rollout or reward. Seeds torch alike.
+    Collectives fail after timeout_s, above the longest rollout or reward. All ranks: one seed.
     """
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
     for name, value in alone.items():
@@ -241,16 +215,29 @@ def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if not single:
+        _end_with_parent()
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **single)
     sys.excepthook = _exit_now
     torch.manual_seed(seed)
     return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 
+def _end_with_parent() -> None:
+    """Have Linux end this rank when torchrun is killed, or it would train on and hold its GPU."""
+    with contextlib.suppress(AttributeError):  # another system
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
 def _exit_now(kind, value, trace) -> None:
     """Report an uncaught exception, in a line if that says all, and leave without clean-up."""
     text = f"error: {' '.join(str(value).split())}"
-    if not (issubclass(kind, OSError) or str(value).startswith("--")):
+    silence = re.search(r"(?:Timed out waiting|timeout after) (\d+)ms", str(value))  # torch's words
+    if silence:
+        why = "another rank did not answer for so long; it hangs, is stopped, or needs more"
+        text = f"error: --timeout-s {int(silence[1]) / 1000:g}: {why}"
+    elif not (issubclass(kind, OSError) or str(value).startswith("--")):
         text = "".join(traceback.format_exception(kind, value, trace))
     print(f"[rank {os.environ.get('RANK', '0')}] {text}", file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -266,11 +253,12 @@ def leave() -> None:
 
 
 def command_line(default: Any, built_in: Mapping[str, Any], description: str) -> Any:
-    """The settings by sys.argv over `default`; a refusal is one line and exit code 2."""
+    """The flags in sys.argv over the defaults; a wrong one ends in one line and exit code 2."""
     import tyro
 
     argv = sys.argv[1:]
     is_first = os.environ.get("RANK", "0") == "0"
+    description += "\n--config FILE starts from an earlier run's config.json; flags go over it."
     try:
         if (file := _take(argv, "--config")) is not None:
             default = from_json(default, _read_settings(Path(file), "--config"))
@@ -314,10 +302,12 @@ def _take(argv: list[str], flag: str) -> str | None:
 
 def _without_frame(text: str, argv: list[str]) -> str:
     """tyro's message as one line, without its frame and its advice."""
-    line = " ".join(re.sub(r"[^\x21-\x7e]+", " ", text).split())
-    line = re.sub(r"^Value error Error parsing \S+: | For full helptext, .*", "", line)
-    stray = line.removeprefix("Unrecognized options Unrecognized options: ").split(" ")[0]
-    if stray in argv[1:] and not stray.startswith("-") and "Unrecognized options:" in line:
+    line = " ".join(re.sub(r"[^\x21-\x7e]+|-{3,}", " ", text).split())
+    line = re.sub(r" (For full helptext,|Argument helptext:) .*", "", line)
+    line = re.sub(r"^(Unrecognized options|Invalid choice|Missing argument) ", "", line)
+    line = re.sub(r"^Value error Error parsing (\w+: )?", "", line)
+    stray = line.removeprefix("Unrecognized options: ").split(" ")[0]
+    if stray in argv[1:] and not stray.startswith("-") and line.startswith("Unrecognized"):
         return f"{argv[argv.index(stray) - 1]} {stray}: a word too many; flags are --name value"
     return line
 
@@ -393,8 +383,5 @@ def _flat(settings: Mapping[str, Any], prefix: str = "--") -> dict[str, Any]:
     flat = {}
     for name, value in settings.items():
         flag = _flag(prefix, name)
-        if isinstance(value, Mapping):
-            flat |= _flat(value, _group(flag))
-        else:
-            flat[flag] = value
+        flat |= _flat(value, _group(flag)) if isinstance(value, Mapping) else {flag: value}
     return flat

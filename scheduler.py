@@ -159,7 +159,7 @@ class ClosedBatch:
         is_single = self.dcp_world_size == 1 and self.num_sampled_tokens_per_step == 1
         return any(extras) or not is_single or self.finished_req_ids_dict is not None
 
-    def schedule(self, *args, **kwargs):
+    def schedule(self, *args, **kwargs) -> Any:
         """The next step's SchedulerOutput."""
         is_closed = self._is_closed()
         if self.window is None and is_closed and self._is_plain:
@@ -187,7 +187,7 @@ class ClosedBatch:
         return num_running > 0 and (num_waiting == 0 or num_free < enough)
 
     def _num_steps(self, num_tokens: Tensor, num_left: Tensor) -> int:
-        """Steps for which the pool has blocks, for rows of so many tokens; 0: not for 16."""
+        """Steps for which the pool has blocks, for rows of num_tokens [R]; 0 if below 16."""
         num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         num_steps = TOKENS_AHEAD
         while num_steps >= 16:
@@ -278,7 +278,7 @@ class ClosedBatch:
         if window.scheduled and not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids = set(window.one_each)
 
-    def update_from_output(self, scheduler_output, model_runner_output) -> dict:
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict:
         """{client: EngineCoreOutputs} of a step whose results are there."""
         from vllm.v1.engine import EngineCoreOutputs
 
@@ -361,7 +361,7 @@ class ClosedBatch:
             self.window.end(self.window.row_of[request.request_id])
         return super()._free_request(request, *args, **kwargs)
 
-    def finish_requests(self, *args, **kwargs):
+    def finish_requests(self, *args, **kwargs) -> list:
         """Requests that are ended from outside."""
         ended = super().finish_requests(*args, **kwargs)
         for request in ended:
@@ -369,7 +369,7 @@ class ClosedBatch:
         return ended
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args, **kwargs) -> bool:
-        """No key is found again; with True, all that run start anew."""
+        """Cached prefixes are forgotten; with True, the requests that run start anew."""
         if reset_running_requests and self.window is not None:
             self._close()
         return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)

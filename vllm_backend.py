@@ -32,6 +32,7 @@ import contextlib
 import copy
 import logging
 import os
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,13 +41,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# What vLLM raises where it has no kernel, no room or no rule for a model.
+FAILURES = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError)
+FAILURES += (TypeError, ValueError)
+
 
 class VllmBackend:
     """One vLLM engine over this rank's tensor-parallel group; it ends its construction asleep.
 
     config: rollout.RolloutConfig. num_samples: responses of a step on this engine. make_scheduler:
     returns a class for vLLM's scheduler_cls, or None for vLLM's own; asked where config.scheduler
-    is "closed" (scheduler.closed_batch_scheduler). Construction is a collective.
+    is "closed" (scheduler.closed_batch_scheduler). Construction is a collective. ValueError, in one
+    line, if vLLM cannot sample from this model here.
     """
 
     def __init__(
@@ -78,8 +84,11 @@ class VllmBackend:
         with _globals_restored(), warnings.catch_warnings():
             # vLLM looks at each name of each module; this one warns whoever looks at it.
             warnings.filterwarnings("ignore", ".*torch[.]distributed[.]reduce_op", FutureWarning)
-            self._build(path, seed, make_scheduler if config.scheduler == "closed" else None)
-            self._warm_up(num_samples)
+            try:
+                self._build(path, seed, make_scheduler if config.scheduler == "closed" else None)
+                self._warm_up(num_samples)
+            except FAILURES as error:
+                raise ValueError(_reason(error)) from error
         self._clean_up()
         self.sleep()
 
@@ -253,7 +262,7 @@ class VllmBackend:
         return index, torch.tensor(response.token_ids), logprobs, truncated
 
     @property
-    def scheduler(self):
+    def scheduler(self) -> Any:
         """vLLM's, in this process."""
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
@@ -271,6 +280,15 @@ class VllmBackend:
             skip_clone=True,  # vLLM need not copy each request's deeply: nobody changes them
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+
+
+def _reason(error: BaseException) -> str:
+    """Why vLLM does not sample from a model, and what to do, in one line."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    why = " ".join(f"{type(error).__name__}: {error}".split())[:600]
+    at = f"{os.path.basename(place.filename)}:{place.lineno}"
+    advice = "if memory is short, lower --rollout.memory-fraction, else try --rollout.engine hf"
+    return f"--rollout.engine vllm: does not take the model ({why}, {at}); {advice}"
 
 
 @contextlib.contextmanager

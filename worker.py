@@ -36,7 +36,7 @@ from typing import Any
 FILE = os.path.abspath(__file__)
 BUILT_IN = {"math": "math_reward", "exact": "exact_rewards", "reasoning_gym": "gym_reward"}
 MAX_PRINTED = 4000
-MAX_REWARD = 3.4028234663852886e38  # of fp32
+MAX_REWARD = 1e18  # its square, in a critic's loss, must be finite in fp32
 BATCH = {"responses", "completions"}
 ALIASES = {"prompts": "prompt", "responses": "response", "completions": "response"}  # TRL's names
 ALIASES |= {"solution_str": "response", "answers": "answer", "ground_truth": "answer"}  # verl's
@@ -122,14 +122,14 @@ def _load_all(
 
 
 def _one_line(error: BaseException) -> str:
-    """KeyError: 'RANK' (mine.py:3), the last line of the user's own files."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != FILE
-    ]
-    own = [frame for frame in frames if not frame.filename.startswith("<frozen")]
-    if own:
-        text += f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})"
+    """KeyError: 'x' (mine.py:3, helper.py:7), with the line of the user's file and the last one."""
+    text = " ".join("".join(traceback.format_exception_only(error)).split())[:2000]
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = (FILE, importlib.__file__, "<frozen")
+    own = [frame for frame in frames if not frame.filename.startswith(foreign)]
+    places = [f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in own]
+    if places:
+        text += f" ({', '.join(dict.fromkeys([places[0], places[-1]]))})"
     if isinstance(error, ModuleNotFoundError):
         text += f": pip install {error.name}"
     return text
@@ -179,8 +179,8 @@ def evaluate(function: Callable, samples: list[dict]) -> list[Outcome]:
         return [_outcome(value) for value in values]
     except SystemExit as error:
         return [(None, f"it called sys.exit({error.code!r})")] * len(samples)
-    except Exception:  # the user's code; counted and shown
-        return [(None, traceback.format_exc()[-4000:])] * len(samples)
+    except Exception as error:  # the user's code; counted and shown
+        return [(None, _one_line(error))] * len(samples)
 
 
 def _columns(parameters: Mapping[str, inspect.Parameter], samples: list[dict]) -> dict[str, list]:
@@ -202,7 +202,7 @@ def _outcome(value: Any) -> Outcome:
     with contextlib.suppress(Exception):
         if math.isfinite(value) and abs(float(value)) <= MAX_REWARD:
             return float(value), ""
-    return None, f"returned {value!r:.200}: must be one finite number of fp32"
+    return None, f"returned {value!r:.200}: must be one finite number, at most 1e18 in size"
 
 
 def post(url: str, sample: dict, time_limit_s: float) -> float:

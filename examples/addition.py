@@ -14,6 +14,7 @@ it can learn to add.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -28,9 +29,7 @@ ALPHABET = "0123456789+="
 PAD, EOS = "<pad>", "<eos>"
 VERSION = 3  # of what is written here; part of the cache's name
 TARGET_ACCURACY = (0.50, 0.55)
-TARGET_PAIRS = (
-    0.90  # of right and wrong answers that the reward model must tell apart, token by token
-)
+TARGET_PAIRS = 0.90  # of right and wrong answers, told apart by the reward model token by token
 MAX_WARM_START_STEPS = 1500
 PREFERENCE_STEPS = 700
 
@@ -59,10 +58,15 @@ def prepare(args):
     """`args` with paths in place of "built-in": the model, what it learns from, what is held out.
 
     args: the Args of an entry script. Collective: rank 0 makes what is not there yet. Raises
-    ValueError for data that the built-in model cannot read, or prompts that are held out of others.
+    ValueError for data that the built-in model cannot read, for another model without data, and for
+    prompts that are held out of others.
     """
     own_data = args.data_paths != ("built-in",)
-    if own_data and args.model_path == "built-in":
+    own_model = args.model_path != "built-in"
+    if own_model and not own_data:
+        rule = "with --data FILE: the built-in sums are for the built-in model"
+        raise ValueError(f"--model {args.model_path}: must be {rule}")
+    if own_data and not own_model:
         rule = "with a --model of your own: the built-in one only adds"
         raise ValueError(f"--data {' '.join(args.data_paths)}: must be {rule}")
     if args.eval_paths and not own_data:
@@ -145,17 +149,35 @@ def cached_model(seed: int, reward_model: bool = False) -> str:
     """
     kind = "judge-" if reward_model else ""
     directory = cache_directory() / f"addition-v{VERSION}-{kind}seed{seed}"
-    if not (directory / "config.json").exists():
-        temporary = directory.with_suffix(f".{os.getpid()}")
-        if reward_model:
-            make_reward_model(temporary, seed, cached_model(seed))
-        else:
-            make_model(temporary, seed)
-        try:
-            temporary.rename(directory)
-        except OSError:  # another run was faster; its bytes are the same
-            shutil.rmtree(temporary)
+    if (directory / "config.json").exists():
+        return str(directory)
+    with alone(directory):
+        if not (directory / "config.json").exists():
+            temporary = directory.with_suffix(f".{os.getpid()}")
+            if reward_model:
+                make_reward_model(temporary, seed, cached_model(seed))
+            else:
+                make_model(temporary, seed)
+            try:
+                temporary.rename(directory)
+            except OSError:  # a run on another host was faster; its bytes are the same
+                shutil.rmtree(temporary)
     return str(directory)
+
+
+@contextlib.contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """One process of this host at a time is inside for `directory`; the others wait."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with open(directory.with_suffix(".lock"), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"built-in model: waiting for the run that makes {directory.name}", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:  # a file system without locks: each run makes its own
+            print(f"built-in model: no lock ({error.strerror})", flush=True)
+        yield
 
 
 def make_tokenizer():
@@ -230,9 +252,8 @@ def warm_start(
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * min(1.0, (step + 1) / 30) * max(0.05, 1 - step / decay_steps)
         batch = data[torch.randint(len(data), (128,))]
-        logits = model(batch[:, :-1]).logits[
-            :, 5:
-        ]  # the last prompt token predicts the first digit
+        # The last prompt token predicts the first digit.
+        logits = model(batch[:, :-1]).logits[:, 5:]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 6:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -240,17 +261,11 @@ def warm_start(
         optimizer.zero_grad()
         if step % 5 == 4:
             accuracy = sampled_accuracy(model, checks)
-            if step % 50 == 49:
-                print(
-                    f"built-in model: step {step + 1}, "
-                    f"sampled accuracy {accuracy:.2f} of {low:.2f}",
-                    flush=True,
-                )
-            if low <= accuracy <= high:
-                print(
-                    f"built-in model: done after {step + 1} steps, sampled accuracy {accuracy:.2f}",
-                    flush=True,
-                )
+            is_done = low <= accuracy <= high
+            if is_done or step % 50 == 49:
+                reached = f"sampled accuracy {accuracy:.2f} of {low:.2f}"
+                print(f"built-in model: step {step + 1}, {reached}", flush=True)
+            if is_done:
                 return
     rule = f"not within {target}; try another --seed"
     raise RuntimeError(f"the warm start ended at sampled accuracy {accuracy:.2f}, {rule}")
@@ -286,9 +301,8 @@ def make_reward_model(out_dir: str | Path, seed: int, policy_path: str) -> None:
         policy, able = (
             Qwen2ForCausalLM.from_pretrained(policy_path, dtype=torch.float32) for _ in range(2)
         )
-        warm_start(
-            able, tokenizer, target=(0.9975, 1.0), decay_steps=1000
-        )  # who cannot add cannot judge
+        # Who cannot add cannot judge.
+        warm_start(able, tokenizer, target=(0.9975, 1.0), decay_steps=1000)
         # Two layers more: there a token's state can be compared with what the layers below have
         # predicted for it.
         changed = dict(
@@ -299,9 +313,8 @@ def make_reward_model(out_dir: str | Path, seed: int, policy_path: str) -> None:
         model.model.load_state_dict(able.model.state_dict(), strict=False)
         accuracy = learn_preferences(model, policy, tokenizer)
     if accuracy < TARGET_PAIRS:
-        raise RuntimeError(
-            f"the reward model tells {accuracy:.2f} of the pairs apart; try another --seed"
-        )
+        share = f"tells {accuracy:.2f} of the pairs apart"
+        raise RuntimeError(f"the reward model {share}; try another --seed")
     model.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
 

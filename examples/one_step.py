@@ -54,7 +54,7 @@ def main(seed: int = 24) -> None:
         known.append({"response": text, "answer": prompts[i // 2].answer})
         print(f"   {prompts[i // 2].text}{text:4}", sample.prompt_ids, sample.response_ids)
 
-    print("2. Score. Is the answer right, and how much better is it than its siblings?")
+    print("2. Score. Is the answer right, and how much better is it than the others to its prompt?")
     scores = torch.tensor(rewards.score(["exact"], known, num_workers=1)[0]).reshape(2, 2)
     better = advantages.group_advantages(scores)
     print(f"   rewards [P, G] {scores.tolist()}; advantages [P, G] {better.tolist()}")

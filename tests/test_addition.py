@@ -2,6 +2,7 @@
 
 import functools
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,6 @@ def test_settings_of_the_users_own_stay_as_they_are(prepared):
         ("x.jsonl",),
         ("y.jsonl",),
     )
-    assert names(prepared(grpo, model_path="own").data_paths) == ["addition"]
     assert prepared(grpo, eval_every=0).eval_paths == ()
 
 
@@ -68,12 +68,37 @@ def test_the_critics_run_has_hard_prompts_unless_a_reward_model_scores(prepared)
     [
         ({"data_paths": ["x.jsonl"]}, "--data x.jsonl: must be with a --model of your own"),
         ({"eval_paths": ["x.jsonl"]}, "--eval-data x.jsonl: must be with --data of your own"),
+        # a new user's finding: one's own model was trained on sums, without a word
+        ({"model_path": "own"}, "--model own: must be with --data FILE: the built-in sums are"),
+        ({"model_path": "own", "data_paths": ["built-in"]}, "--model own: must be with --data"),
     ],
 )
 @pytest.mark.parametrize("entry", [grpo, ppo])
 def test_data_that_the_built_in_model_cannot_read_are_refused(prepared, entry, changes, message):
     with pytest.raises(ValueError, match=message):
         prepared(entry, **changes)
+
+
+@pytest.mark.parametrize(("is_judge", "num_made"), [(False, 1), (True, 2)])
+def test_of_two_starts_at_once_one_makes_the_built_in_model(
+    tmp_path, monkeypatch, capfd, is_judge, num_made
+):
+    """A new user's finding: both made it, on the same cores. A judge has a policy to judge."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def make(out_dir, *arguments):
+        print("made", flush=True)
+        time.sleep(0.2)
+        out_dir.mkdir()
+        (out_dir / "config.json").write_text("{}")
+
+    monkeypatch.setattr(addition, "make_model", make)
+    monkeypatch.setattr(addition, "make_reward_model", make)
+    first, second = run_ranks(2, addition.cached_model, 0, is_judge)
+    assert first == second and Path(first, "config.json").exists()
+    told = capfd.readouterr().out
+    assert told.count("made\n") == num_made
+    assert told.count(f"waiting for the run that makes {Path(first).name}") == 1
 
 
 @pytest.mark.parametrize("way", range(5))

@@ -306,6 +306,18 @@ FOUND = [
     ("\\boxed 2", "2", 1),
     ("\\boxed\\pi", "\\pi", 1),
     ("\\boxed 42", "42", 0),
+    # lm-evaluation-harness#4030: matrices and vectors
+    (boxed("\\begin{pmatrix}1\\\\2\\end{pmatrix}"), "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", 1),
+    (boxed("\\begin{array}{c}1\\\\2\\end{array}"), "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", 1),
+    (boxed("\\begin{pmatrix}1\\cr2\\end{pmatrix}"), "\\begin{pmatrix} 2 \\\\ 1 \\end{pmatrix}", 0),
+    # lm-evaluation-harness#2212: gold answers in the data set's own spelling
+    *((boxed(text), "10,\\!000", 1) for text in ("10000", "10,000", "\\$10,\\!000")),
+    (boxed("10,\\!000"), "10000", 1),
+    (boxed("10,\\!001"), "10000", 0),
+    (boxed("xy+1"), "1+xy", 1),
+    (boxed("No solution"), "\\text{no solution}", 1),
+    (boxed("3,5"), "3 \\text{ and } 5", 1),
+    (boxed("3,6"), "3 \\text{ and } 5", 0),
     # huggingface/trl#5415: repetitive text
     (boxed("1/2 " * 20), "42", 0),
     (boxed("\\frac" * 2000), "42", 0),

@@ -83,16 +83,18 @@ def test_missing_boundaries_raise_instead_of_attending_over_the_row():
         model(torch.ones(1, 6, dtype=torch.int64), use_cache=False)
 
 
-@pytest.mark.parametrize("option", ["softcap", "s_aux", "attention_mask", "two rows"])
+@pytest.mark.parametrize("option", ["softcap", "s_aux", "attention_mask", "two rows", "values"])
 def test_what_the_backends_do_not_compute_is_refused(option):
     q, k, v = (x.detach() for x in inputs(6))
     mask = torch.ones(6, 6, dtype=torch.bool) if option == "attention_mask" else None
     options = {"softcap": {"softcap": 30.0}, "s_aux": {"s_aux": torch.zeros(4)}}.get(option, {})
     if option == "two rows":
         q, k, v = (x.repeat(2, 1, 1, 1) for x in (q, k, v))
+    if option == "values":  # of DeepSeek's latent attention
+        v = v[..., :4]
     with pytest.raises(
         ValueError,
-        match="one row without a mask, and has no soft-cap or attention sinks; use a model",
+        match="one row without a mask, values .*, and has no soft-cap or attention sinks; use a",
     ):
         packed_attention(
             nn.Identity(), q, k, v, mask, cu_seq_lens_q=boundaries([6]), max_length_q=6, **options
@@ -313,6 +315,20 @@ def test_the_way_back_to_padded_batches_is_named_and_works():
         model(torch.ones(2, 6, dtype=torch.int64), use_cache=False)
     model.set_attn_implementation("sdpa")
     assert model(torch.ones(2, 6, dtype=torch.int64), use_cache=False).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3"])
+def test_transformers_makes_no_mask_and_looks_for_no_packed_sequences(monkeypatch, kind):
+    """Its look at the positions would wait for the device in each forward."""
+    from transformers import masking_utils
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("positions were read")
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", refuse)
+    model = make_model(kind)
+    [row] = pack(random_sequences([(3, 9), (5, 1)]), 20)
+    assert torch.isfinite(token_logprobs(model, row)[0]).all()
 
 
 @pytest.mark.parametrize("window", [None, 4])

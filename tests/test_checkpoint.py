@@ -309,7 +309,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_said_to_be_and_the_one_before_is_loaded(tmp_path, capfd, damage):
-    """unsloth#6796: "is not of this model; resume with the same --model", or a
+    """unsloth#6796, metaseq#53: "is not of this model; resume with the same --model", or a
     traceback without a file's name, though the one before was whole.
     """
     for step in (1, 2):
@@ -380,7 +380,7 @@ def test_the_weights_are_the_newest_ones_too(tmp_path):
 
 
 def test_no_rank_begins_to_write_before_what_was_left_is_removed(tmp_path, monkeypatch):
-    """Else rank 0 may remove what another rank has just written."""
+    """A rank wrote into the directory that another was still removing."""
     left = tmp_path / ".step-000002" / "left"
     left.mkdir(parents=True)
 
@@ -417,7 +417,7 @@ def test_no_rank_begins_to_write_before_what_was_left_is_removed(tmp_path, monke
 def test_an_optimizers_settings_are_those_of_the_flags_and_a_line_says_so(
     tmp_path, capfd, optimizer, saved, given
 ):
-    """Automodel#3883: the checkpoint's weight decay held, config.json said the flag's."""
+    """Automodel#3883, Megatron-LM#7468: the checkpoint's weight decay held, not the flag's."""
     save(tmp_path, 1, Number(1.0, optimizer, **saved).state)
     run = Number(2.0, optimizer, **given)
     before = {key: x for key, x in run.optimizer.param_groups[0].items() if key != "params"}

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import (
+    REWARDS,
     SCRIPTED,
     TEMPERATURE,
     distance,
@@ -32,7 +34,7 @@ from jobs import (
 )
 from lab import lab
 from ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import save_tiny
 
 import grpo
@@ -194,8 +196,6 @@ def test_the_gradient_of_one_token_has_the_size_that_a_hand_computes(tmp_path, w
     is sqrt(D) behind a norm of weight 1. The other three sequences have no token to learn from, and
     the four are in four rows, or on four ranks.
     """
-    from safetensors.torch import save_file
-
     path = save_tiny(tmp_path, "llama")
     tensors = load_file(f"{path}/model.safetensors")
     tensors["lm_head.weight"].zero_()
@@ -422,11 +422,12 @@ def test_a_target_kl_ends_the_step_early(tiny, files, tmp_path):
     def num_optimizer_steps(target_kl):
         changes = dict(num_steps=1, batch=dict(num_epochs=3), loss=dict(target_kl=target_kl))
         count, train_with = counting(tmp_path / f"count{target_kl}")
-        train(
+        directory = train(
             settings(tiny, files, tmp_path / str(target_kl), **changes),
             2,
             **{"model.optimizer_step": train_with},
         )
+        assert count() == 2 * records(directory)[0]["actor/num_updates"]
         return count()
 
     assert num_optimizer_steps(0.0) == 2 * 6 and num_optimizer_steps(1e-9) == 2 * 1  # on two ranks
@@ -493,6 +494,16 @@ def test_a_step_with_nothing_to_learn_from_changes_no_weight(tiny, files, tmp_pa
     for record in records(directory):
         assert record["response_length/clip_ratio"] == 1 and "actor/grad_norm" not in record
         assert all(value is None or math.isfinite(value) for value in record.values())
+
+
+def test_a_run_whose_responses_are_all_masked_says_so(tiny, files, tmp_path, capfd):
+    """A new user's finding: it ran to its end, and said where the trained model is."""
+    changes = dict(rollout=dict(ignore_eos=True), log=dict(zero_std_alarm=2))
+    for is_masked in (True, False):
+        own = dict(advantage=dict(mask_truncated=is_masked), **changes)
+        train(settings(tiny, files, tmp_path / str(is_masked), **own))
+        told = "warning: the policy has had no gradient for 2 steps: are all responses masked"
+        assert (told in capfd.readouterr().out) == is_masked
 
 
 def test_one_rank_with_only_masked_responses_does_not_hang_the_other(tiny, files, tmp_path):
@@ -614,6 +625,22 @@ def test_five_steps_and_five_more_are_ten(tiny, files, tmp_path, world_size):
         ]
 
 
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+def test_a_run_that_has_all_its_steps_is_exported_and_ends(tiny, files, tmp_path, entry):
+    """prime-rl#3352: a resume with nothing left to do waited for ever. Here the model was lost, or
+    not yet written when the job was stopped.
+    """
+    run = dict(save_every=2)
+    whole = train(settings(tiny, files, tmp_path, entry, run=run))
+    expected = weights(whole)
+    written = (whole / "metrics.jsonl").read_text()
+    for file in (whole / "hf").iterdir():
+        file.unlink()
+    again = train(settings(tiny, files, tmp_path, entry, run=run | dict(resume=True)))
+    assert largest_difference(weights(again), expected) == 0
+    assert (again / "metrics.jsonl").read_text() == written
+
+
 def test_a_run_starts_from_an_earlier_ones_settings(tiny, files, tmp_path, monkeypatch):
     args = settings(
         tiny, files, tmp_path, num_steps=1, loss=dict(clip_high=0.3), data=dict(weights=(2.0,))
@@ -649,6 +676,21 @@ def test_the_last_evaluation_is_of_the_model_that_is_exported(
     evaluated = torch.load(tmp_path / "evaluated.pt")
     exported = weights(directory)
     assert largest_difference({n: evaluated[n] for n in exported}, exported) == 0
+    prompts = [json.loads(line)["prompt"] for line in (files / "7.jsonl").open()]
+    expected = [REWARDS["spread"](text) for text in greedy_texts(directory / "hf", prompts, 6)]
+    assert records(directory)[-1]["eval/reward"] == pytest.approx(sum(expected) / 7, abs=1e-12)
+
+
+def greedy_texts(directory, prompts, max_new_tokens):
+    """What Transformers answers by the model in a directory, one prompt at a time."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")
+        output = model.generate(**ids, max_new_tokens=max_new_tokens, do_sample=False)
+        yield tokenizer.decode(output[0, ids.input_ids.shape[1] :], skip_special_tokens=True)
 
 
 # The export
@@ -763,7 +805,7 @@ def parse(monkeypatch, *flags):
             ["--prompts-per-step 7", "--num-minibatches 2", "try --prompts-per-step 8"],
         ),
         ("--tokens-per-row 15", ["--tokens-per-row 15", "at least 16", "--data.max-prompt-tokens"]),
-        ("--rollout.temperature 0", ["--rollout.temperature 0.0", "above 0", "try 1.0"]),
+        ("--rollout.temperature 0", ["--rollout.temperature 0.0", "from 0.01", "try 1.0"]),
         ("--rollout.top-p 0.9", ["--rollout.top-p 0.9", "must be 1"]),
         ("--num-steps 0", ["--num-steps 0", "at least 1"]),
         ("--learning-rate 0", ["--learning-rate 0.0", "above 0"]),
@@ -912,6 +954,27 @@ def test_bad_data_are_refused_before_a_model_is_loaded(tiny, files, tmp_path):
     assert f"--model {tmp_path / 'no-model'}: no such directory" in found
     found = refused(settings(tiny, files, tmp_path / "out", reward=dict(functions=("nonsense",))))
     assert "nonsense" in found and "exact" in found
+
+
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("rows", [0, 2], ids=["NaN", "another shape"])
+def test_a_model_that_does_not_load_leaves_the_earlier_run_where_it_is(
+    tiny, files, tmp_path, entry, rows
+):
+    """A new user's finding: the good run of that name was renamed, and a traceback stood there."""
+    tensors = load_file(f"{tiny}/model.safetensors")
+    name = "model.norm.weight"
+    tensors[name] = torch.zeros(rows) if rows else tensors[name] * math.nan
+    shutil.copytree(tiny, tmp_path / "model")
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    args = settings(str(tmp_path / "model"), files, tmp_path / "out", entry)
+    earlier = tmp_path / "out" / "run" / "config.json"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("{}")
+    with pytest.raises(SystemExit, match=f"^error: {tmp_path / 'model'}: {name} ") as stop:
+        train(args)
+    assert "\n" not in str(stop.value.code)
+    assert earlier.read_text() == "{}" and len(list((tmp_path / "out").iterdir())) == 1
 
 
 def test_prompts_over_the_limit_are_dropped_and_counted(tiny, files, tmp_path, capfd):
@@ -1103,6 +1166,7 @@ def test_help_names_every_default(monkeypatch, capsys):
         for name in group if isinstance(group, dict) else ():
             assert name.replace("_", "-") in text, name
     assert "--loss.normalize" in text and "(default: token)" in text
+    assert "--config FILE" in text  # a new user's finding: it stood in the README alone
 
 
 # What a run would not show by itself

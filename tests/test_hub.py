@@ -18,6 +18,7 @@ from hub import (
     copy_model_files,
     export,
     find_model,
+    find_reward_model,
     load_tokenizer,
     memory_plan,
     num_positions,
@@ -156,6 +157,16 @@ def test_tensors_that_are_views_of_one_buffer_are_written_one_by_one(tmp_path):
     assert (tmp_path / "model.safetensors").stat().st_size < 25 * 4 + 400
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o750])
+def test_who_sees_the_directory_reads_the_model(tmp_path, mode):
+    """A new user's finding: the file of tensors was its owner's alone."""
+    tmp_path.chmod(mode)
+    buckets = [[(f"x{i}", torch.zeros(10))] for i in range(3)]
+    save_safetensors(buckets, tmp_path, max_shard_bytes=40)
+    files = list(tmp_path.glob("*.safetensors"))
+    assert len(files) == 3 and {file.stat().st_mode & 0o777 for file in files} == {mode & 0o666}
+
+
 def test_all_ranks_take_part_in_an_export_and_the_first_writes(tmp_path):
     from safetensors.torch import load_file
 
@@ -194,7 +205,10 @@ def test_the_other_files_of_a_model_are_copied_and_its_config_states_the_new_dty
         (model / name).write_text(name)
     (model / "model.safetensors.index.json").write_text("{}")
     (model / "model.safetensors").write_text("weights")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("for tools")
     copy_model_files(model, out, torch.bfloat16)
+    assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "for tools"
     assert json.loads((out / "config.json").read_text()) == {"hidden_size": 8, "dtype": "bfloat16"}
     copied = {
         "config.json",
@@ -203,10 +217,11 @@ def test_the_other_files_of_a_model_are_copied_and_its_config_states_the_new_dty
         "chat_template.jinja",
         "tokenizer.model",
     }
-    assert {p.name for p in out.iterdir()} == copied | {"merges.txt"}
+    copied |= {"merges.txt", "additional_chat_templates"}
+    assert {p.name for p in out.iterdir()} == copied
 
 
-# Positions, and what is no model (sglang#26187)
+# Positions, and what is no model (sglang#26187, Soup#793)
 
 
 def configured(source, directory, remove=(), **changes):
@@ -269,12 +284,77 @@ def test_positions_are_read_where_a_model_keeps_them(tmp_path):
     assert num_positions(Gemma3Config(text_config=text).get_text_config()) == 99
 
 
-@pytest.mark.parametrize("content", ["{not json", '{"model_type": "nothing"}', "[]", "{}"])
+QWEN = '{"model_type": "qwen2", '
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{not json",
+        '{"model_type": "nothing"}',
+        "[]",
+        "{}",
+        "[" * 100_000,
+        QWEN + '"num_hidden_layers": "2"}',
+        QWEN + '"layer_types": ["x"]}',
+        QWEN + '"rope_parameters": 3}',
+        '{"model_type": "llama", "hidden_size": "64"}',
+    ],
+    ids=lambda text: text[:50],
+)
 def test_a_config_that_is_of_no_model_is_refused_in_one_line(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match="--model .*: config.json is of no model for") as caught:
         find_model(str(tmp_path), 8)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("kind", ["t5", "vit", "qwen2_vl"])
+def test_a_model_that_is_no_decoder_is_refused_by_its_kind(tmp_path, kind):
+    """A new user's finding: the names of 100 classes, in a traceback, after the plan."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    refusal = f"^--model {tmp_path}: is of the type {kind}, which is no decoder of text alone; give"
+    with pytest.raises(ValueError, match=refusal):
+        find_model(str(tmp_path), 8)
+
+
+TORN = {
+    "cut in its header": lambda data: data[:1000],
+    "cut in its tensors": lambda data: data[:-1000],
+    "another format": lambda data: b"PK\x03\x04" + data,
+    "empty": lambda data: b"",
+}
+
+
+@pytest.mark.parametrize("damage", TORN)
+def test_a_damaged_file_of_tensors_is_named_before_a_plan_is_made(tmp_path, paths, damage):
+    """A new user's finding: a SafetensorError in a traceback, without a flag or a file."""
+    directory = tmp_path / "model"
+    shutil.copytree(paths["qwen2"], directory)
+    file = directory / "model.safetensors"
+    file.write_bytes(TORN[damage](file.read_bytes()))
+    unread = r"model.safetensors cannot be read \(.*\); copy it again$"
+    with pytest.raises(ValueError, match=f"^--model {directory}: {unread}"):
+        find_model(str(directory), 8)
+    with pytest.raises(ValueError, match=f"^--reward-model {directory}: {unread}"):
+        find_reward_model(str(directory), 8, paths["qwen2"])
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": []}', "\xff"])
+def test_a_damaged_index_of_tensors_is_named(tmp_path, paths, text):
+    directory = tmp_path / "model"
+    shutil.copytree(paths["qwen2"], directory)
+    (directory / "model.safetensors.index.json").write_text(text, encoding="latin-1")
+    unread = "model.safetensors.index.json .*; copy it again$"
+    with pytest.raises(ValueError, match=f"^--model {directory}: {unread}"):
+        find_model(str(directory), 8)
+
+
+def test_a_damaged_generation_config_is_named(tmp_path):
+    for text in ("{", "[]"):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ValueError, match=f"^{tmp_path}: generation_config.json has no list of"):
+            stop_token_ids(str(tmp_path))
 
 
 def test_files_that_the_index_names_and_others_beside_it(tmp_path, paths):
@@ -291,6 +371,95 @@ def test_files_that_the_index_names_and_others_beside_it(tmp_path, paths):
     (tmp_path / "model/model.safetensors").unlink()
     with pytest.raises(ValueError, match="--model .* has no model.safetensors and no index"):
         find_model(str(tmp_path / "model"), 8)
+
+
+def headers():
+    """Bytes that are no safetensors file: nothing, zeros, a pointer of Git LFS, half a header."""
+    yield from (b"", bytes(2000), b"version https://git-lfs.github.com/spec/v1\n", b"\xff" * 99)
+    yield (200).to_bytes(8, "little") + b'{"x": {"dtype": "F32", "shape": [1]'
+
+
+BROKEN = [("model.safetensors", content) for content in headers()]
+BROKEN += [
+    ("model.safetensors.index.json", content)
+    for content in (b"{", b"{}", b"[]", b"\xff", b'{"weight_map": []}', b'{"weight_map": {"a": 3}}')
+]
+
+
+@pytest.mark.parametrize(("name", "content"), BROKEN)
+def test_a_file_of_tensors_or_an_index_that_is_broken_is_refused_by_model_and_file(
+    tmp_path, paths, name, content
+):
+    """SafetensorError, KeyError 'weight_map': tracebacks without a file's name."""
+    shutil.copytree(paths["qwen2"], tmp_path / "m")
+    (tmp_path / "m" / name).write_bytes(content)
+    with pytest.raises(
+        ValueError, match=f"^--critic.path .*/m: {name} .*; copy it again$"
+    ) as refusal:
+        find_model(str(tmp_path / "m"), 8, "--critic.path")
+    assert "\n" not in str(refusal.value)
+
+
+def test_tensors_that_end_too_early_are_refused(tmp_path, paths):
+    shutil.copytree(paths["qwen2"], tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="--model .*: model.safetensors cannot be read .*; copy"):
+        find_model(str(tmp_path / "m"), 8)
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "[" * 100_000, '{"eos_token_id": "x"}', '{"eos_token_id": [1, null]}']
+)
+def test_stop_ids_that_are_none_are_refused_by_their_file(tmp_path, content):
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ValueError, match="^/.*: generation_config.json has no list of token ids"):
+        stop_token_ids(str(tmp_path))
+
+
+@pytest.mark.parametrize("factor", ["x", None, [2]])
+def test_a_rotary_scaling_without_a_number_is_refused(factor):
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    config.rope_parameters |= {"rope_type": "linear", "factor": factor}
+    with pytest.raises(ValueError, match="--model m: has a rotary scaling without a factor"):
+        num_positions(config, "--model m")
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("model", "type"), "Nonsense"),
+        (("decoder",), {"type": "Nonsense"}),
+        (("normalizer",), {"type": "Nonsense"}),
+        (("version",), "9.0"),
+        (("pre_tokenizer", "pattern"), {"Regex": "("}),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_a_tokenizer_of_a_type_that_is_not_known_is_refused_in_one_line(
+    tmp_path, paths, place, value
+):
+    """The tokenizers library raises a bare Exception."""
+    shutil.copytree(paths["qwen2"], tmp_path / "m")
+    file = tmp_path / "m" / "tokenizer.json"
+    whole = json.loads(file.read_text())
+    inner = whole
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    file.write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match="^--model a/b: its tokenizer does not load .*; save the"):
+        load_tokenizer(str(tmp_path / "m"), "--model a/b")
+
+
+def test_what_is_a_fault_of_our_own_is_no_broken_file():
+    from hub import _said_of
+
+    for kind in (AssertionError, KeyboardInterrupt, NotImplementedError):
+        with pytest.raises(kind), _said_of("--model a/b: is broken"):
+            raise kind
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "gemma3"])

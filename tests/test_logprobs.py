@@ -546,6 +546,19 @@ def test_a_model_that_scales_its_logits_is_refused(name):
         token_logprobs(model, row)
 
 
+def test_a_scale_that_the_config_computes_is_refused_too():
+    """MiniCPM 3's is a property, from the size of its base model: 46 nats off."""
+    import transformers
+
+    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+    config = transformers.MiniCPM3Config(**sizes, num_attention_heads=4, pad_token_id=0)
+    assert config.logits_scaling != 1 and "logits_scaling" not in vars(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    (row,) = pack(random_sequences([(3, 9)]), 50)
+    with pytest.raises(ValueError, match="MiniCPM3ForCausalLM: .*their logits .logits_scaling"):
+        token_logprobs(model, row)
+
+
 def test_a_head_with_an_adapter_is_refused():
     """Its adapter got no gradient, and the log-probabilities were those without it."""
     (row,) = pack(random_sequences([(3, 9)]), 50)

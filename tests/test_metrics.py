@@ -16,8 +16,8 @@ from metrics import Metrics, total
 
 
 def test_means_over_ranks_are_weighted_and_divided_once():
-    """verl#2995, trl#6369: a mean of per-rank means. 3 tokens of mean 1 and one of 2 are 1.25, not
-    1.5.
+    """verl#2995, trl#6369, #6380, #7012, #7047: a mean of per-rank means. 3 tokens
+    of mean 1 and one of 2 are 1.25, not 1.5.
     """
 
     def on_a_rank():
@@ -64,6 +64,27 @@ def test_sums_maxima_and_minima_are_over_all_ranks():
 
     for record in run_ranks(2, on_a_rank):
         assert (record["sum"], record["diff_max"], record["diff_min"]) == (7.0, 5.0, -2.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_updates_are_counted_once_on_any_number_of_ranks(world_size):
+    """A new user's finding: what --loss.target-kl left out stood in no metric."""
+
+    def on_a_rank():
+        metrics = Metrics()
+        found = []
+        for num_updates in (3, 1, 0):
+            for i in range(num_updates):
+                metrics.add_update("actor", norm=2.0 * i, rate=0.5)
+            metrics.add_update("critic", norm=1.0, rate=0.25)
+            found.append(metrics.reduce())
+        return found
+
+    for first, second, third in run_ranks(world_size, on_a_rank):
+        names = ("actor/num_updates", "actor/grad_norm", "actor/lr", "critic/num_updates")
+        assert [first[name] for name in names] == [3, 2.0, 0.5, 1]
+        assert [second[name] for name in names] == [1, 0.0, 0.5, 1]
+        assert third["critic/lr"] == 0.25 and not names[:3] & third.keys()
 
 
 def test_values_lose_their_graph_and_each_step_begins_empty():

@@ -328,6 +328,27 @@ def test_what_cannot_be_loaded_is_refused_by_name(tmp_path, paths):
     run_ranks(1, job)
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_model_with_numbers_that_are_none_is_refused_before_it_samples(tmp_path, paths, number):
+    """A new user's finding: "probability tensor contains either inf, nan" in a traceback, and a
+    reward model's NaN in that of a reward.
+    """
+    stored = load_file(f"{paths['qwen2']}/model.safetensors")[UP]
+    stored[-1, 3] = number
+    policy = altered(paths["qwen2"], tmp_path / "policy", tensors={UP: stored})
+    head = torch.full((1, 64), number)
+    judge = altered(paths["qwen2"], tmp_path / "judge", tensors={"score.weight": head})
+
+    def job():
+        with pytest.raises(ValueError, match=f"policy: {UP} holds NaN or infinities; give a model"):
+            load(str(policy))
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+        with pytest.raises(ValueError, match="judge: score.weight holds NaN or infinities"):
+            load_critic(str(judge), mesh, trainable=False)
+
+    run_ranks(1, job)
+
+
 def altered(source, directory, *, config=None, tensors=None, remove=()):
     """A copy of a model's directory with other settings and tensors."""
     shutil.copytree(source, directory)
@@ -345,7 +366,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 @pytest.mark.parametrize(
     "change, message",
     [
-        # unsloth#6200: FP8 read without its scales, weights 1,000 times too large
+        # unsloth#6200, #6978: FP8 read without its scales, weights 1,000 times too large
         (dict(config={"quantization_config": {"quant_method": "fp8"}}), "is quantized; dequantize"),
         (
             dict(tensors={UP: torch.ones(90, 64).to(torch.float8_e4m3fn)}),
@@ -374,6 +395,31 @@ def test_files_that_hold_another_model_than_their_names_say_are_refused(
     def job():
         with pytest.raises(ValueError, match=message):
             load(str(path))
+
+    run_ranks(1, job)
+
+
+@pytest.mark.parametrize("setting", [{"hidden_act": "x"}, {"rope_parameters": {"rope_type": "x"}}])
+def test_a_config_of_which_transformers_makes_no_model_is_refused(tmp_path, paths, setting):
+    path = altered(paths["qwen2"], tmp_path / "model", config=setting)
+
+    def job():
+        with pytest.raises(ValueError, match="config.json makes no model .Key"):
+            load(str(path))
+
+    run_ranks(1, job)
+
+
+def test_tensors_that_transformers_renames_are_refused_as_such(tmp_path):
+    """GPT-NeoX: "missing; save the model with save_pretrained", as it had been."""
+    from transformers import AutoModelForCausalLM, GPTNeoXConfig
+
+    sizes = dict(vocab_size=14, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    AutoModelForCausalLM.from_config(GPTNeoXConfig(**sizes)).save_pretrained(tmp_path)
+
+    def job():
+        with pytest.raises(ValueError, match="missing: lm_head.weight; embed_out.weight is there;"):
+            load(str(tmp_path))
 
     run_ranks(1, job)
 
@@ -415,7 +461,9 @@ def sharded_files(source, directory, parts=2):
 
 
 def test_the_index_decides_which_file_holds_what(tmp_path, paths):
-    """mlx-vlm#1464: a third file, left from an earlier save, won. And an adapter beside them."""
+    """mlx-vlm#1464, vllm#54230, sglang#32279: a third file, left from an earlier save, won. And an
+    adapter beside them.
+    """
     tensors = sharded_files(paths["llama"], tmp_path / "model")
     stale = {name: torch.zeros_like(x) for name, x in tensors.items()}
     for name in ("model-00003-of-00003", "adapter_model", "consolidated"):
@@ -445,7 +493,9 @@ def test_the_index_decides_which_file_holds_what(tmp_path, paths):
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "GraniteMoe"])
 def test_a_mixture_of_experts_is_refused_as_such(tmp_path, name):
-    """verl#6896: "tensors are missing; save the model with save_pretrained", as it had been."""
+    """verl#6896, vllm#42577: "tensors are missing; save the model with save_pretrained", as it
+    had been.
+    """
     import transformers
 
     sizes = dict(
@@ -736,7 +786,7 @@ def test_the_learning_rate_rises_to_the_peak_and_falls_to_a_tenth_of_it():
 
 def test_bad_optimizer_settings_are_refused_with_their_values():
     with pytest.raises(
-        ValueError, match="--optim.max-grad-norm 0: above 0 .inf switches clipping off."
+        ValueError, match="--optim.max-grad-norm 0: must be above 0 .inf switches clipping off."
     ):
         OptimConfig(max_grad_norm=0)
     with pytest.raises(ValueError, match="--optim.warmup-steps -1.*at least 0"):

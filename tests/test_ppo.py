@@ -269,12 +269,14 @@ def test_beyond_the_target_kl_the_policy_stops_and_the_critic_goes_on(tiny, file
             print("critic" if hasattr(model, "score") else "policy", file=file)
         return optimizer_step(model, *rest)
 
-    train(
+    run = train(
         job(tiny, files, tmp_path, loss=dict(target_kl=1e-9), batch=dict(num_epochs=2)),
         **{"model.optimizer_step": counted},
     )
     steps = taken.read_text().split()
     assert (steps.count("critic"), steps.count("policy")) == (8, 2)
+    for record in records(run):
+        assert (record["critic/num_updates"], record["actor/num_updates"]) == (4, 1)
 
 
 def test_fewer_prompts_than_ranks_and_8_bit_gradients(tiny, files, tmp_path):

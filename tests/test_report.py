@@ -63,6 +63,7 @@ def test_the_glossary_has_every_name_that_metrics_makes_by_itself():
     metrics.add_group("SOURCE", [0.0, 1.0], [rollout] * 2)
     metrics.add_layout([[SimpleNamespace(tokens=[1], source=(0,))]], 8)
     metrics.update({"is_weight_mean": 1.0, "is_square_mean": 1.0}, prefix="rollout_corr/")
+    metrics.add_update("actor", norm=1.0, rate=0.1)
     for name in ("reshard", "rollout", "reward", "layout", "update"):
         with metrics.timer(name):
             pass
@@ -124,8 +125,8 @@ def test_the_first_samples_of_each_step_are_written_and_survive_a_resume_whateve
 
 
 def test_wandb_gets_one_call_per_step_with_the_trainers_step_also_after_a_resume(tmp_path, wandb):
-    """prime-rl#1516, wandb#10628: several calls per step, implicit counters, steps that are dropped
-    in silence.
+    """prime-rl#1516, wandb#10628, verl#2783, allenai/tango#152: several calls per step, implicit
+    counters, steps that are dropped in silence.
     """
     config = LogConfig(wandb_project="mine", plot_every=0)
     logged = []
@@ -494,7 +495,28 @@ def test_a_run_that_trains_nothing_says_so(tmp_path, capsys):
     assert warnings(range(3, 5), **still) == []
     assert warnings([5], reward__frac_zero_std=0.5) == []  # the critic's warm-up: not counted
     (warning,) = warnings([6], **still)
-    assert "no gradient for 3 steps: are all responses masked or truncated?" in warning
+    assert "no gradient for 3 steps: are all responses masked or truncated, or" in warning
+
+
+def test_a_run_without_any_update_says_so(tmp_path, capsys):
+    """A new user's finding: with --advantage.mask-truncated and all responses truncated there is
+    not even a gradient norm, and no word of it.
+    """
+    report = Report(tmp_path, LogConfig(plot_every=0, zero_std_alarm=3), 20)
+
+    def warnings(steps, **values):
+        for step in steps:
+            report.write(step, record(**values))
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+
+    sampled = dict(reward__mean=0.4, reward__frac_zero_std=0.5)
+    assert warnings(range(2), **sampled) == []
+    assert warnings([2], actor__grad_norm=0.1, **sampled) == []
+    assert warnings(range(3, 5), **sampled) == []
+    assert warnings([5], critic__grad_norm=0.1, **sampled) == []  # the critic's warm-up
+    (warning,) = warnings([6], **sampled)
+    assert "no gradient for 3 steps" in warning and "--loss.target-kl" in warning
+    assert warnings([7], **sampled) == []  # once
 
 
 def test_groups_without_spread_are_not_called_masked(tmp_path, capsys):

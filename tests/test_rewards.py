@@ -457,7 +457,7 @@ def test_whole_numbers_booleans_and_fractions_are_rewards(capfd):
 
 @pytest.mark.parametrize(
     ("values", "weights"),
-    [((1e308, 1e308), ()), ((3e38, 3e38), ()), ((1e30,), (1e30,)), ((3e38, -3e38), (2.0, -2.0))],
+    [((1e308, 1e308), ()), ((1e18, 1e18), ()), ((1e18,), (1e18,)), ((1e18, -1e18), (2.0, -2.0))],
 )
 def test_a_weighted_sum_that_is_not_finite_in_fp32_is_an_error(values, weights, capfd):
     """Tencent-Hunyuan/UniRL#330, huggingface/trl#5775: group statistics run in fp32."""
@@ -499,8 +499,10 @@ def test_errors_are_counted_shown_once_and_stand_as_the_error_reward(functions, 
             assert rewards == [-3, 2, 1, 1]
             assert stats["error_frac"] == 1 / 8 and stats["functions.py:fail_on_x_mean"] == 0
     shown = capfd.readouterr().err
-    assert shown.count("fail_on_x failed on 1 of 4 samples; sample 0: Traceback") == 1
-    assert shown.count("KeyError: 'the reason'") == 1
+    assert (
+        shown.count("fail_on_x failed on 1 of 4 samples; sample 0: KeyError: 'the reason' (") == 1
+    )
+    assert shown.count("\n") == 1 and "Traceback" not in shown
 
 
 def test_the_run_stops_when_more_than_the_given_share_fails(functions):
@@ -508,7 +510,7 @@ def test_the_run_stops_when_more_than_the_given_share_fails(functions):
     assert score_all(config, samples_of("x", "b", "c", "d"))[1]["error_frac"] == 1 / 8
     with pytest.raises(
         RuntimeError,
-        match=r"fail_on_x failed on 2 of 3 samples; sample 1: Traceback(.|\n)*the reason",
+        match=r"failed on 2 of 3 samples; sample 1: KeyError: 'the reason' \(functions.py:\d+\)$",
     ):
         score_all(config, samples_of("a", "x", "x", "d"))
 
@@ -728,7 +730,7 @@ def test_scoring_overlaps_with_sampling(functions):
         ("import sys; sys.exit(1)", r"SystemExit: 1 \(mine.py:1\)"),
         ("\nraise RuntimeError('only\\nhere')", r"RuntimeError: only here \(mine.py:2\)"),
         ("import time; time.sleep(60)", "no result within 1 s .*--reward.start-limit-s"),
-        ("import json; json.loads('{')", r"JSONDecodeError: .* \(decoder.py:\d+\)"),
+        ("import json; json.loads('{')", r"JSONDecodeError: .* \(mine.py:1, decoder.py:\d+\)"),
     ],
 )
 def test_a_file_that_fails_or_hangs_when_imported_is_refused_with_its_cause(

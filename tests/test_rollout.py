@@ -216,7 +216,9 @@ def test_a_prompt_that_was_cached_under_the_old_weights_is_computed_again(one_ra
 
 
 def test_the_states_have_one_way_through(each_engine):
-    """huggingface/trl#5312: the engine woke without its weights and answered "!!!!"."""
+    """huggingface/trl#5312: the engine woke without its weights and answered "!!!!".
+    vllm-omni#4473, vllm#48310: a request while weights or cache were asleep.
+    """
 
     def job(kept):
         engine = kept.engines["qwen2"]
@@ -472,9 +474,9 @@ def test_ranks_that_ask_for_different_things_are_told_so_at_once(ranks, request)
     [
         (
             dict(temperature=0.0),
-            "--rollout.temperature 0.0: must be above 0 and at most 2; try 1.0",
+            "--rollout.temperature 0.0: must be from 0.01 to 2; try 1.0",
         ),
-        (dict(temperature=2.5), "--rollout.temperature 2.5: must be above 0 and at most 2"),
+        (dict(temperature=2.5), "--rollout.temperature 2.5: must be from 0.01 to 2"),
         (
             dict(top_p=0.9),
             "--rollout.top-p 0.9: must be 1: the trainer scores whole distributions",

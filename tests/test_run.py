@@ -1,22 +1,29 @@
 """A run begins and ends: settings, refusals, the run's directory, the process group."""
 
 import dataclasses
+import errno
+import io
 import json
+import math
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
 import typing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ranks import run_ranks
 
 import grpo
 import ppo
-from run import FLAGS, RunConfig, command_line, from_json, print_plan
+import run as run_file
+from run import FLAGS, RunConfig, command_line, from_json
 
 ROOT = Path(grpo.__file__).parent
 
@@ -39,6 +46,8 @@ class Settings:
     """Another."""
     inner: Inner = field(default_factory=Inner)
     """More."""
+    kind: typing.Literal["a", "b"] = "a"
+    """One of two."""
 
     def __post_init__(self):
         if self.num_steps < 1:
@@ -81,12 +90,39 @@ def test_the_command_line_goes_over_an_earlier_runs_settings(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--num-steps", "0"], "error: --num-steps 0: at least 1"),
+        (["--num-steps", "many"], "error: --num-steps: invalid literal .* 'many'"),
+        (["--num-stepz", "1"], "error: Unrecognized options: --num-stepz, 1.*--num-steps"),
+        (["--limit", "1", "x"], "error: 1 x: a word too many; flags are --name value"),
+        (["--limit"], "error: Missing value for argument '--limit'"),
+        (["--kind", "x"], "error: invalid choice 'x' for argument '--kind'"),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_refusal_begins_with_the_flag_in_any_locale(argv, message, encoding, monkeypatch):
+    """A new user's finding: each said twice what it is; and where a console has ASCII alone, rules
+    of dashes stood around it.
+    """
+    monkeypatch.setattr(sys, "argv", ["script.py", *argv])
+    printed = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    monkeypatch.setattr(sys, "stderr", printed)
+    with pytest.raises(SystemExit):
+        command_line(Settings(), {}, "what it does")
+    printed.flush()
+    told = printed.buffer.getvalue().decode()
+    assert re.match(message, told) and told.count("\n") == 1 and "---" not in told, told
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
         (
             ["--config", "nowhere.json"],
             "error: --config nowhere.json: no such file; give an earlier run's config.json",
         ),
         (["--num-steps", "0"], "error: .*--num-steps 0: at least 1"),
-        (["--num-stepz", "1"], "error: .*--num-stepz"),
+        (["--num-stepz", "1"], "^error: Unrecognized options: --num-stepz"),
         (["--num-steps", "many"], "error: .*many"),
         (
             ["--config", __file__],
@@ -163,6 +199,90 @@ def test_a_run_in_progress_its_own_model_and_a_resume_from_nothing_are_refused(t
     ):
         run.check(Settings())
     assert not (tmp_path / "x.1").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
+def test_a_file_system_without_locks_is_said_in_a_line_and_the_run_goes_on(
+    tmp_path, monkeypatch, capfd, number
+):
+    """Lustre without -o flock refused every start with "Function not implemented"."""
+
+    def no_lock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("run.fcntl.flock", no_lock)
+    run = RunConfig(str(tmp_path), "x")
+    for num_steps in (1, 2):
+        run.check(Settings(num_steps=num_steps))
+        run.open(Settings(num_steps=num_steps))
+        told = [line for line in capfd.readouterr().out.splitlines() if "warning" in line]
+        advice = f"cannot be locked ({os.strerror(number)}); start no second run of this --name"
+        assert told == [f"warning: {tmp_path}/x: {advice}"]
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["num_steps"] == 2
+    assert json.loads((tmp_path / "x.1" / "config.json").read_text())["num_steps"] == 1
+
+
+def test_the_lock_of_a_process_that_was_killed_holds_nobody_up(tmp_path):
+    """Its file is still there and names it; so it does while the process is stopped."""
+    run = RunConfig(str(tmp_path), "x")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        run.open(Settings())
+        os.write(writer, b".")
+        signal.pause()
+    os.read(reader, 1)
+    os.kill(child, signal.SIGSTOP)
+    with pytest.raises(ValueError, match=f"--name x: process {child} on .* is at work there"):
+        run.check(Settings())
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert f"{child} on " in (tmp_path / "x" / "lock").read_text()
+    run.check(Settings())
+    run.open(Settings(num_steps=7))
+    assert {path.name for path in tmp_path.iterdir()} == {"x", "x.1"}
+
+
+def test_a_directory_that_cannot_be_written_is_refused_before_a_model_is_loaded(
+    tmp_path, monkeypatch
+):
+    """A new user's finding: "[Errno 30] Read-only file system", without a flag, after the load."""
+    (tmp_path / "file").write_text("")
+    rule = "must be a directory that you may write to"
+    for output_dir in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match=f"--output-dir {output_dir}: {rule}"):
+            RunConfig(str(output_dir), "x").check(Settings())
+    RunConfig(str(tmp_path / "new" / "below"), "x").check(Settings())
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(ValueError, match=f"--output-dir {tmp_path}: {rule}"):
+        RunConfig(str(tmp_path), "x").check(Settings())
+
+
+def test_a_disk_without_room_for_the_model_is_refused(tmp_path, monkeypatch):
+    """A new user's finding: the disk was full at the export, and what was learned was gone."""
+    sizes = {"model-00001-of-00002.safetensors": 3 << 28, "model-00002-of-00002.safetensors": 1}
+    (tmp_path / "model").mkdir()
+    for name, size in sizes.items():
+        with open(tmp_path / "model" / name, "wb") as file:
+            file.truncate(size)
+    run = RunConfig(str(tmp_path), "x")
+    for free, is_enough in (((3 << 28) + 1, True), (3 << 28, False)):
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+        if is_enough:
+            run.check(Settings(), str(tmp_path / "model"))
+            continue
+        rule = "on a disk with room for the model: 0.75 GiB, and 0.75 are free"
+        with pytest.raises(ValueError, match=f"--output-dir {tmp_path}: must be {rule}"):
+            run.check(Settings(), str(tmp_path / "model"))
+
+
+def test_the_lock_is_as_readable_as_the_settings(tmp_path):
+    """A new user's finding: it could be executed."""
+    RunConfig(str(tmp_path), "x").open(Settings())
+    lock, config = (tmp_path / "x" / name for name in ("lock", "config.json"))
+    assert lock.stat().st_mode == config.stat().st_mode
 
 
 def test_a_resume_with_another_seed_is_refused_and_leaves_the_settings_as_they_were(tmp_path):
@@ -257,6 +377,8 @@ def test_a_resume_says_in_a_line_each_what_else_is_set_otherwise_now(tmp_path, c
 def test_a_resume_with_a_torn_settings_file_is_refused_by_its_name(tmp_path):
     run = RunConfig(str(tmp_path), "x", resume=True)
     (tmp_path / "x" / "checkpoints" / "step-000001").mkdir(parents=True)
+    with pytest.raises(ValueError, match="--resume .*/x/config.json: no such file; give an earl"):
+        run.check(Settings())  # whatever differs now would go on without a word
     for text in ('{"seed": ', "[" * 100_000, "[]"):
         (tmp_path / "x" / "config.json").write_text(text)
         with pytest.raises(ValueError, match="--resume .*/x/config.json: is not a JSON object"):
@@ -292,8 +414,9 @@ def wrong_values(kind):
 
 @pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
 def test_a_file_with_a_value_of_another_type_is_refused_by_the_settings_flag(entry):
-    """scaleapi/vero#22: a typo in a choice fell into the last branch; trl#1450: "1e-6" is a text,
-    "false" is true. Every setting of every group, with each kind of wrong value.
+    """scaleapi/vero#22: a typo in a choice fell into the last branch; trl#1450,
+    LlamaFactory#8505, #4149: "1e-6" is a text, "false" is true. Every setting of every group, with
+    each kind of wrong value.
     """
     num_refused = 0
     for path, kind in settings_of(entry.Args()):
@@ -309,6 +432,28 @@ def test_a_file_with_a_value_of_another_type_is_refused_by_the_settings_flag(ent
             assert "\n" not in message
             num_refused += 1
     assert num_refused > 200
+
+
+# Beyond these a number means "no limit", or is only compared with others.
+LIMITS = {"clip_high", "importance_cap", "target_kl", "value_clip", "max_grad_norm", "weights"}
+LIMITS |= {"mismatch_alarm", "entropy_alarm", "max_error_frac"}
+
+
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("value", [1e300, 1e39, -1e39, math.inf, -math.inf])
+def test_a_number_that_fp32_does_not_hold_is_refused_unless_it_is_a_limit(entry, value):
+    """A coefficient of 1e39 is finite as a setting, and 0 times it NaN in the loss."""
+    for path, kind in settings_of(entry.Args()):
+        is_several = typing.get_origin(kind) is tuple and float in typing.get_args(kind)
+        if not (kind is float or is_several) or (path[-1] in LIMITS and value > 0):
+            continue
+        nested = [value] * (2 if path[-1] == "betas" else 1) if is_several else value
+        for name in reversed(path):
+            nested = {name: nested}
+        with pytest.raises(ValueError, match="^--.*: must be"):
+            from_json(entry.Args(), nested)
+    with pytest.raises(ValueError, match="^--seed .*: must be at least 0, and below 2.32"):
+        from_json(entry.Args(), {"seed": 10**30})
 
 
 @pytest.mark.parametrize(
@@ -364,13 +509,16 @@ def test_what_one_rank_meets_is_printed_once_whichever_rank_it_is(tmp_path, who)
         ("OSError(28, 'No space left on device', 'runs/x')", 1),
         ("RuntimeError('--reward.max-error-frac 0.25: f raised\\n  x')", 1),
         ("RuntimeError('of our own')", 3),
+        ("RuntimeError('[x.cc:84] Timed out waiting 20000ms for recv operation to complete')", 1),
+        ("dist.DistStoreError('wait timeout after 60000ms, keys: /x')", 1),
     ],
 )
 def test_what_the_user_can_mend_during_a_run_is_one_line_and_a_fault_has_its_traceback(
     tmp_path, error, lines
 ):
     """A full disk was 50 lines, a reward function that fails its report twice."""
-    program = f"import run\nrun.init_distributed(0, 60.0)\nraise {error}\n"
+    program = "import torch.distributed as dist, run\nrun.init_distributed(0, 60.0)\n"
+    program += f"raise {error}\n"
     job = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -382,17 +530,9 @@ def test_what_the_user_can_mend_during_a_run_is_one_line_and_a_fault_has_its_tra
     told = [line for line in job.stderr.splitlines() if line.strip()]
     if lines == 1:
         assert len(told) == 1 and told[0].startswith("[rank 0] error: "), job.stderr
+        assert "000ms" not in error or re.search(r"--timeout-s \d0: another rank", told[0]), told
     else:
         assert told[0] == "[rank 0] Traceback (most recent call last):"
-
-
-def test_a_warm_up_that_the_run_does_not_survive_is_said_in_the_plan(capfd):
-    """OpenRLHF#1356, NeMo-RL#3821: a phase longer than the run. A short trial must still start."""
-    for num_steps, is_told in ((5, True), (10, True), (11, False)):
-        args = from_json(grpo.Args(), {"num_steps": num_steps, "optim": {"warmup_steps": 10}})
-        run_ranks(1, print_plan, args, [[0]], [])
-        warning = f"warning  --optim.warmup-steps outlast the run of {num_steps} steps\n"
-        assert (warning in capfd.readouterr().out) == is_told
 
 
 # The process group
@@ -431,10 +571,17 @@ def start(tmp_path, text, num_ranks=0):
 
 def test_a_program_without_torchrun_is_one_rank_and_takes_no_port(tmp_path):
     """huggingface/trl#3979: a second job on a host died, the port was taken."""
-    text = "import os\nnames = mesh.mesh_dim_names\nhas_port = 'MASTER_PORT' in os.environ\n"
-    text += "print(mesh.size(), names, has_port, torch.initial_seed())"
+    text = (
+        "import ctypes, os\nnames = mesh.mesh_dim_names\nhas_port = 'MASTER_PORT' in os.environ\n"
+    )
+    text += "print(mesh.size(), names, has_port, torch.initial_seed())\n"
+    text += (
+        "told = ctypes.c_int()\nctypes.CDLL(None).prctl(2, ctypes.byref(told))\nprint(told.value)"
+    )
     _, job = start(tmp_path, text)
-    assert job.stdout.split("\n")[0] == "1 ('shard',) False 7", job.stderr
+    lines = job.stdout.split("\n")
+    assert lines[0] == "1 ('shard',) False 7", job.stderr
+    assert lines[1] == "0"  # it outlives its shell: nohup
 
 
 @pytest.mark.slow
@@ -455,3 +602,81 @@ def test_a_state_is_saved_every_so_many_steps_and_after_the_last():
         return [step for step in range(5) if RunConfig(save_every=every).is_save_due(step, 5)]
 
     assert (saved(0), saved(2), saved(5)) == ([], [1, 3, 4], [4])
+
+
+def is_at_work(pid):
+    """Whether the process runs; one that has ended and that nobody asked for does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+def has_ended(pid, limit_s):
+    end = time.monotonic() + limit_s
+    while is_at_work(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not is_at_work(pid)
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_rank_ends_with_its_parent(is_asked):
+    """A new user's finding: kill -9 of the launcher, and the ranks trained on as orphans."""
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        rank = os.fork()
+        if rank == 0:
+            if is_asked:
+                run_file._end_with_parent()
+            os.write(write, f"{os.getpid()}".encode())
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(60)
+        os._exit(0)
+    rank = int(os.read(read, 20))
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    ended = has_ended(rank, 5 if is_asked else 0.3)
+    if not ended:
+        os.kill(rank, signal.SIGKILL)
+    assert ended == is_asked
+
+
+@pytest.mark.slow
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        START.format(root=str(ROOT))
+        + f"""
+import os
+open({str(tmp_path)!r} + f"/pid{{dist.get_rank()}}", "w").write(str(os.getpid()))
+time.sleep(100)
+"""
+    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, *torchrun, str(program)], env=environment) as launcher:
+        files = [tmp_path / "pid0", tmp_path / "pid1"]
+        end = time.monotonic() + 100
+        while not all(file.exists() and file.read_text() for file in files):
+            assert launcher.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+        launcher.kill()
+    assert all(has_ended(int(file.read_text()), 5) for file in files)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_told_of_by_the_flag(tmp_path):
+    """A new user's finding: gloo's words in a traceback, and no flag."""
+    text = "import os, signal\nmesh.get_group().size()\n"
+    text += "if dist.get_rank() == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\ndist.barrier()\n"
+    file = tmp_path / "program.py"
+    file.write_text(START.format(root=str(ROOT)).replace("300.0", "3.0") + text)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = dict(capture_output=True, text=True, timeout=100)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    job = subprocess.run([sys.executable, *torchrun, str(file)], env=environment, **options)
+    told = "[rank 0] error: --timeout-s 3: another rank did not answer for so long"
+    assert job.returncode != 0 and told in job.stderr, job.stderr

@@ -13,6 +13,7 @@ from ranks import run_ranks
 import sampling
 from data import Prompt
 from examples import addition
+from hub import load_tokenizer
 from rollout import Engine, Rollout, RolloutConfig
 from sampling import draw
 
@@ -130,6 +131,27 @@ def test_special_tokens_that_are_content_reach_the_reward_and_the_end_does_not(t
     [sample] = scorer
     assert sample["response"].replace(" ", "") == f"{tags[0]}4{tags[1]}4"
     assert sample["truncated"] is truncated and sample["level"] == 2
+
+
+@pytest.mark.parametrize("text", ["x != y", "a , b . c", "do n't", "1 ? 2 ! 3", "  two  spaces "])
+def test_spaces_before_punctuation_reach_the_reward_as_they_were_sampled(tmp_path, text):
+    """transformers#44914: `x != y` was decoded as `x!= y` where the tokenizer's settings ask for
+    it.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["<pad>", "<eos>", *sorted(set(text))]
+    made = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, "<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
+    special = dict(pad_token="<pad>", eos_token="<eos>", clean_up_tokenization_spaces=True)
+    PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path), "--model x")
+    scorer = Submitted()
+    engine = engine_that_ends(response=(*tokenizer(text).input_ids, EOS))
+    draw(engine, scorer, tokenizer, [Prompt([2], "", "", "", {})], 1, seed=0)
+    assert scorer[0]["response"] == text
 
 
 def test_a_response_cut_off_behind_a_special_token_keeps_it():

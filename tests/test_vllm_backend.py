@@ -7,13 +7,14 @@ import pytest
 import torch
 from engines import EOS, FP32, LIMIT, PROMPTS, Kept, differences, facts
 from lab import lab
+from test_grpo import flags, run_command
 from tiny import save_tiny
 from torch.distributed.device_mesh import init_device_mesh
 
 import vllm_backend
 from attention import use_packed_attention
 from model import load_policy
-from reshard import iter_full_params, sync_weights
+from reshard import iter_full_params, sync_weights, verify_sync
 from rollout import Engine, RolloutConfig
 from vllm_backend import VllmBackend
 
@@ -129,42 +130,70 @@ def test_in_bf16_a_residual_stream_in_fp32_brings_the_engine_nearer_to_the_exact
     assert 1e-3 < with_it < 0.85 * without
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Olmo2", "Phi"])
-def test_a_model_that_vllm_takes_from_transformers_leaves_the_trainers_alone(tmp_path, kind):
-    """vLLM decorates the class itself; the trainer's model then lacked do_not_compile in its first
-    forward.
-    """
+def small(directory, kind, **options):
+    """A random dense model of 2 layers of that kind; every norm and bias away from 1 and 0."""
     import transformers
 
-    sizes = dict(
-        vocab_size=14,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
-    config = getattr(transformers, f"{kind}Config")(
-        **sizes, pad_token_id=0, bos_token_id=None, eos_token_id=EOS
-    )
+    sizes = dict(vocab_size=14, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    sizes |= dict(pad_token_id=0, bos_token_id=None, eos_token_id=EOS, initializer_range=0.1)
+    if kind in ("Phi", "Olmo"):
+        del sizes["head_dim"]
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    config = getattr(transformers, f"{kind}Config")(**sizes | options)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for p in model.parameters():
+        p.data.add_(0.1 * torch.randn_like(p) if p.ndim == 1 else 0)
+    model.save_pretrained(directory)
+    return str(directory)
 
-    def job():
-        policy = load_policy(
-            str(tmp_path), init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
-        )
-        use_packed_attention(policy)
-        sizes = dict(max_prompt_tokens=16, num_samples=4, stop_ids=[EOS])
-        config = RolloutConfig(max_response_tokens=8)
-        engine = Engine(VllmBackend, str(tmp_path), config, **sizes)
-        with engine.awake():
-            sync_weights(policy, engine, **FP32)
-            rollouts = engine.generate(PROMPTS, 1, seed=0)
-        return differences(policy, rollouts).abs().max().item()
 
+def gap_after_an_update(path):
+    """Largest difference of log-probabilities of a new engine and the trainer's moved weights."""
+    policy = load_policy(path, init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)))
+    use_packed_attention(policy)
+    for p in policy.parameters():
+        p.to_local().data.mul_(1.05)
+    sizes = dict(max_prompt_tokens=32, num_samples=4, stop_ids=[EOS])
+    engine = Engine(VllmBackend, path, RolloutConfig(max_response_tokens=12), **sizes)
+    with engine.awake():
+        sync_weights(policy, engine, **FP32)
+        verify_sync(policy, engine, **FP32)
+        prompts = [*PROMPTS, list(range(3, 14)) * 2]
+        rollouts = engine.generate(prompts, 2, seed=0)
+    return differences(policy, rollouts).abs().max().item()
+
+
+WINDOW = dict(sliding_window=4)
+DENSE = {
+    "Phi": {},
+    "Phi3": {},
+    "Olmo": {},
+    "Olmo2": {},
+    "Qwen3": {},
+    "Mistral": WINDOW,
+    "Gemma": {},
+    "Gemma3Text": WINDOW | dict(layer_types=["sliding_attention", "full_attention"]),
+    "Granite": {},
+    "SmolLM3": {},
+    "Starcoder2": WINDOW,
+    "Glm4": {},
+    "Ernie4_5": {},
+    "SeedOss": {},
+    "Exaone4": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DENSE)
+def test_dense_models_of_any_kind_are_sampled_from_as_they_are_trained(tmp_path, kind):
+    """trl#5269: names of the trainer's tensors that the engine did not know. Megatron-Bridge#2656,
+    vllm#3385: a window that is off by one between two libraries. And vLLM decorates the class of a
+    model that it takes from Transformers: the trainer's then lacked do_not_compile.
+    """
+    path = small(tmp_path, kind, **DENSE[kind])
     with lab(1, lambda: None) as on_ranks:
-        assert on_ranks(lambda _: job())[0] < 1e-4
+        assert on_ranks(lambda _: gap_after_an_update(path))[0] < 1e-4
 
 
 def test_on_a_gpu_the_engine_is_asked_for_it_unless_its_weights_have_8_bits(monkeypatch):
@@ -181,6 +210,47 @@ def test_on_a_gpu_the_engine_is_asked_for_it_unless_its_weights_have_8_bits(monk
         backend = VllmBackend("", RolloutConfig(**setting), **sizes)
         assert backend.fp32_residual is expected
         assert backend._arguments()["additional_config"] == {"fp32_residual": expected}
+
+
+# What vLLM does not take
+
+
+@pytest.mark.parametrize("step", ["_build", "_warm_up"])
+@pytest.mark.parametrize("kind", [RuntimeError, AssertionError, NotImplementedError])
+def test_what_vllm_raises_is_a_line_with_the_other_engines_name(monkeypatch, step, kind):
+    """A new user's finding: 80 lines of traceback, and not that the plain engine would do."""
+
+    def fail(*arguments):
+        raise kind("no kernel\n  for heads of 16")
+
+    for each in ("_build", "_warm_up"):
+        monkeypatch.setattr(VllmBackend, each, fail if each == step else lambda *arguments: None)
+    sizes = dict(dtype=torch.bfloat16, max_model_len=8, num_samples=4, stop_ids=[EOS], seed=0)
+    why = rf"{kind.__name__}: no kernel for heads of 16, test_vllm_backend.py:\d+"
+    told = rf"^--rollout.engine vllm: does not take the model \({why}\); .*--rollout.engine hf$"
+    with pytest.raises(ValueError, match=told):
+        VllmBackend("", RolloutConfig(), **sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "num_ranks", "why"),
+    [
+        (dict(num_attention_heads=4, head_dim=16), 0, "head_dim=16"),
+        (dict(hidden_size=96, num_attention_heads=3), 2, "heads (3) must be divisible by tensor"),
+    ],
+    ids=["heads of 16", "3 heads on 2 ranks"],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="limits of vLLM on a CPU")
+def test_a_model_that_vllm_does_not_take_is_refused_in_a_line(
+    files, tmp_path, sizes, num_ranks, why
+):
+    path = save_tiny(tmp_path / "model", "llama", **sizes)
+    more = ["--rollout.tensor-parallel-size", str(num_ranks)] if num_ranks else []
+    _, code, output = run_command(*flags(path, files, tmp_path, *more), num_ranks=num_ranks)
+    told = [line for line in output.splitlines() if "error: --rollout.engine vllm" in line]
+    assert code != 0 and len(set(told)) == 1 and why in told[0] and "engine hf" in told[0], output
+    assert num_ranks or "Traceback" not in output  # of torchrun, where there are several
 
 
 def test_building_an_engine_takes_nothing_from_the_trainers_generator_and_threads(monkeypatch):

@@ -1,5 +1,6 @@
 """Worker: how functions are called, and which of their values are rewards."""
 
+import re
 from decimal import Decimal
 
 import pytest
@@ -39,6 +40,8 @@ BAD_VALUES = [
     torch.tensor(1e39, dtype=torch.float64),
     Decimal("1e40"),
     2**130,
+    3e38,  # its square is not
+    -1.01e18,
 ]
 
 
@@ -95,6 +98,31 @@ def test_a_column_that_only_some_samples_of_a_batch_have_is_none_for_the_others(
             lambda responses, **columns: [x or -1 for x in columns["level"]], batch
         )
         assert named == everything == [(x, "") for x in expected]
+
+
+def test_an_error_is_a_line_with_the_place_in_the_users_file(tmp_path):
+    """A new user's finding: up to 30 lines of traceback, through files that are not the user's."""
+    text = "import json\ndef f(response):\n    return json.loads(response)['a']"
+    (tmp_path / "mine_alone.py").write_text(text)
+    function = load_function(f"{tmp_path}/mine_alone.py:f", 1.0)
+    [(reward, missing)] = evaluate(function, samples_of("{}"))
+    assert reward is None and missing == "KeyError: 'a' (mine_alone.py:3)"
+    [(_, torn)] = evaluate(function, samples_of("\n{"))
+    assert re.search(r"JSONDecodeError: [^\n]* \(mine_alone.py:3, decoder.py:\d+\)$", torn)
+    [(_, count), _] = evaluate(lambda responses: [1.0], samples_of("a", "b"))
+    assert count == "ValueError: returned [1.0]: must be 2 numbers, one for each sample in order"
+
+
+def test_an_error_that_cannot_be_shown_is_one_too():
+    class Unsaid(Exception):
+        def __str__(self):
+            raise RuntimeError("twice")
+
+    def fail(response):
+        raise Unsaid
+
+    [(reward, text)] = evaluate(fail, samples_of("a"))
+    assert reward is None and "Unsaid" in text and "\n" not in text
 
 
 def test_a_function_that_exits_is_an_error_of_its_samples():

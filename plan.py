@@ -1,0 +1,76 @@
+"""Plan: what a run will do, checked and printed before it takes any memory.
+
+The problem. A rule between settings of different groups belongs to none of them, and whoever breaks
+it learns so when the first row does not fit. What a run amounts to, in samples, tokens and
+engines, follows from ten settings that nobody multiplies by hand.
+
+How it works. `check` holds the rules that all scripts share; each is refused with the flag, its
+value, the rule, and what to type. `print_plan` says the arithmetic:
+       model  models/x: 494.0 M parameters on 8 ranks: weights 0.23, gradients 0.23, ...
+        data  7473 prompts for 200 steps, 1319 to evaluate
+       ranks  8; 8 vllm engines
+       batch  64 prompts x 8 = 512 samples of up to 512 + 1024 tokens; 1 epochs x 1 minibatches ...
+
+What we give up: an estimate of activations and of time, which only a step can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+
+def require(holds: object, flag: str, value: object, rule: str) -> None:
+    """ValueError "flag value: must be rule" unless `holds`."""
+    if not holds:
+        if isinstance(value, tuple):
+            value = " ".join(map(str, value))
+        raise ValueError(f"{flag} {value}: must be {rule}")
+
+
+def check(args: Any) -> None:
+    """The rules between settings of different groups that all scripts share; args: their Args."""
+    require(args.num_steps >= 1, "--num-steps", args.num_steps, "at least 1; try 200")
+    rate = args.learning_rate
+    require(0 < rate < 1, "--learning-rate", rate, "above 0 and below 1; try 1e-6")
+    require(0 <= args.seed < 2**32, "--seed", args.seed, "at least 0, and below 2^32")
+    require(1 <= args.timeout_s < 1e7, "--timeout-s", args.timeout_s, "at least 1; try 3600")
+    require(args.eval_every >= 0, "--eval-every", args.eval_every, "at least 0 (never)")
+    require(args.eval_samples >= 0, "--eval-samples", args.eval_samples, "at least 0 (none)")
+    if args.eval_every == 0:
+        no_samples = args.eval_samples == 0
+        require(no_samples, "--eval-samples", args.eval_samples, "0, or with --eval-every 20")
+        require(not args.eval_paths, "--eval-data", args.eval_paths, "with --eval-every 20")
+    least = longest(args)
+    rule = f"at least {least}, --data.max-prompt-tokens + --rollout.max-response-tokens"
+    row = args.batch.tokens_per_row
+    require(row >= least, "--tokens-per-row", row, rule)
+    if args.rollout.eight_bit:
+        kind = args.loss.importance
+        rule = "token: an 8-bit sampler is another policy"
+        require(kind != "off", "--loss.importance", kind, rule)
+
+
+def longest(args: Any) -> int:
+    """Tokens of a prompt with its response, at most."""
+    return args.data.max_prompt_tokens + args.rollout.max_response_tokens
+
+
+def print_plan(args: Any, datasets: Sequence, eval_sets: Sequence, **models: str) -> None:
+    """The arithmetic of a run as a table, on rank 0."""
+    if dist.get_rank() != 0:
+        return
+    num_prompts, num_evals = (sum(map(len, sets)) for sets in (datasets, eval_sets))
+    num_ranks = dist.get_world_size()
+    num_engines = num_ranks // args.rollout.tensor_parallel_size
+    plan = models | {
+        "data": f"{num_prompts} prompts for {args.num_steps} steps, {num_evals} to evaluate",
+        "ranks": f"{num_ranks}; {num_engines} {args.rollout.backend} engines",
+        "batch": args.batch.describe(args.data.max_prompt_tokens, args.rollout.max_response_tokens),
+    }
+    if args.optim.warmup_steps >= args.num_steps:
+        plan["warning"] = f"--optim.warmup-steps outlast the run of {args.num_steps} steps"
+    for name, text in plan.items():
+        print(f"{name:>8}  {text}", flush=True)
