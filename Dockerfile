@@ -7,7 +7,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ numactl \
 WORKDIR /handful
 COPY launch.sh pyproject.toml ./
 COPY tools tools
-RUN bash launch.sh --gpu python -m pip cache purge
+RUN PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 bash launch.sh --gpu python -c ""
 COPY *.py README.md LICENSE ./
 COPY examples examples
 COPY benchmarks benchmarks

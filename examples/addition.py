@@ -100,7 +100,7 @@ def built_in_paths(args) -> dict:
 def write_prompts(split: str, sets: dict[str, list[dict]]) -> tuple[str, ...]:
     """The files with the rows of `sets` as JSON lines; a file's name is its data set's."""
     directory = cache_directory() / f"addition-v{VERSION}-{split}"
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(exist_ok=True)
     for name, rows in sets.items():
         temporary = directory / f".{name}.{os.getpid()}"
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -110,13 +110,17 @@ def write_prompts(split: str, sets: dict[str, list[dict]]) -> tuple[str, ...]:
 
 def cache_directory() -> Path:
     """Where the built-in models and prompts are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "handful"
+    directory = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "handful"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        advice = "set XDG_CACHE_HOME to a directory that you may write"
+        raise ValueError(f"no {directory} can be made ({error.strerror}); {advice}") from None
+    return directory
 
 
 def problems(held_out: bool, num_held_out: int = 256) -> list[dict]:
-    """Rows {"prompt", "answer"} of the 10,000 problems: the 256 held-out ones (always the same), or
-    the rest.
-    """
+    """Rows {"prompt", "answer"}: the 256 held-out ones of the 10,000 problems, or the rest."""
     order = torch.randperm(10_000, generator=torch.Generator().manual_seed(0)).tolist()
     chosen = order[:num_held_out] if held_out else order[num_held_out:]
     return [
@@ -126,17 +130,12 @@ def problems(held_out: bool, num_held_out: int = 256) -> list[dict]:
 
 
 def training_sets(hard: bool, num_hard: int = 320) -> dict[str, list[dict]]:
-    """Rows by data set. hard: with a few sums of three digits, which the model has not been taught
-    and does not learn.
-
-    They are 3 % of the prompts. Without prompts that differ in difficulty a critic has little to
-    predict.
-    """
+    """Rows by data set. hard: 3 % are sums of three digits, which the model does not learn; without
+    prompts that differ in difficulty a critic has little to predict."""
     sets = {"addition": problems(held_out=False)}
     if hard:
-        pairs = torch.randint(
-            1000, (num_hard, 2), generator=torch.Generator().manual_seed(0)
-        ).tolist()
+        generator = torch.Generator().manual_seed(0)
+        pairs = torch.randint(1000, (num_hard, 2), generator=generator).tolist()
         sets["hard_addition"] = [
             {"prompt": f"{a:03d}+{b:03d}=", "answer": f"{a + b:04d}"} for a, b in pairs
         ]
@@ -144,15 +143,16 @@ def training_sets(hard: bool, num_hard: int = 320) -> dict[str, list[dict]]:
 
 
 def cached_model(seed: int, reward_model: bool = False) -> str:
-    """The directory of the built-in model for `seed`, or of its reward model, made on the first
-    call and kept.
-    """
+    """The directory of the built-in model for `seed`, or of its reward model; made if missing."""
     kind = "judge-" if reward_model else ""
     directory = cache_directory() / f"addition-v{VERSION}-{kind}seed{seed}"
     if (directory / "config.json").exists():
         return str(directory)
     with alone(directory):
         if not (directory / "config.json").exists():
+            from transformers import logging
+
+            logging.disable_progress_bar()  # of one small file, between our lines
             temporary = directory.with_suffix(f".{os.getpid()}")
             if reward_model:
                 make_reward_model(temporary, seed, cached_model(seed))
@@ -168,7 +168,6 @@ def cached_model(seed: int, reward_model: bool = False) -> str:
 @contextlib.contextmanager
 def alone(directory: Path) -> Iterator[None]:
     """One process of this host at a time is inside for `directory`; the others wait."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
     with open(directory.with_suffix(".lock"), "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

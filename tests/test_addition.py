@@ -88,7 +88,7 @@ def test_of_two_starts_at_once_one_makes_the_built_in_model(
 
     def make(out_dir, *arguments):
         print("made", flush=True)
-        time.sleep(0.2)
+        time.sleep(1.0)  # the other comes meanwhile
         out_dir.mkdir()
         (out_dir / "config.json").write_text("{}")
 
@@ -165,3 +165,20 @@ def test_the_built_in_prompts_ask_for_the_sum_of_their_answer():
 
 def test_the_built_in_settings_are_accepted():
     assert from_json(ppo.Args(), addition.PPO_SETTINGS).batch.num_samples == 512
+
+
+def test_a_home_that_cannot_be_written_is_told_with_the_variable_to_set(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ValueError, match="handful can be made .Not a directory.; set XDG_CACHE_HOME"
+    ):
+        addition.cached_model(0)
+
+
+def test_the_built_in_model_is_written_without_a_bar_of_progress(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(addition, "warm_start", lambda model, tokenizer: None)
+    assert (Path(addition.cached_model(0)) / "model.safetensors").exists()
+    assert capfd.readouterr() == ("", "")

@@ -111,7 +111,7 @@ MIXED = dict(
     [
         ("Bloom", {}, "code of its own"),  # computes alibi attention itself
         ("Lfm2", {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2}, "conv"),
-        ("RecurrentGemma", {}, "code of its own"),
+        ("RecurrentGemma", {}, "(code of its own|linear_attention)"),  # by the version
         ("Mamba", {}, ""),
     ],
 )

