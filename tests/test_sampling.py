@@ -242,3 +242,14 @@ def test_a_group_has_the_rewards_of_its_own_samples():
         (2, "p2", [1.0, 2.0]),
         (0, "p0", [3.0, 4.0]),
     ]
+
+
+def test_an_end_of_turn_that_ended_a_response_is_no_part_of_it():
+    """Of a tokenizer with an end of turn beside its end."""
+    scorer = Submitted()
+    tokenizer = addition.make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
+    end = tokenizer.convert_tokens_to_ids("<end_of_turn>")
+    engine = engine_that_ends(response=(3, end))
+    draw(engine, scorer, tokenizer, [Prompt([3], "1", "", "", {})], 1, seed=0)
+    assert scorer[0]["response"] == tokenizer.decode([3])
