@@ -167,7 +167,7 @@ def test_a_process_is_as_old_as_it_is():
 
 
 def test_a_phase_has_the_most_memory_that_was_seen_and_a_mean_of_ten_samples_or_more():
-    device = Device()
+    device = hardware.Device()
     device._samples = [
         (("update",), busy, gb) for busy, gb in ((40.0, 1.0), (60.0, 3.0), (50.0, 2.0))
     ]
