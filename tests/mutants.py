@@ -13,7 +13,7 @@ its tests run up to the first failure, and the file is restored.
     seen      a test fails, or hangs
     survived  all pass; "why" says what is known of it
 
-    bash launch.sh python tests/mutants.py                 # all: an hour and a half on one core
+    bash launch.sh python tests/mutants.py                 # all: an hour or more on two cores
     bash launch.sh python tests/mutants.py --only losses   # whose file or name has this in it
     bash launch.sh python tests/mutants.py --left          # that no record has as seen
 
