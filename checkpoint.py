@@ -6,16 +6,17 @@ optimizer moments, position in the data, generators), in shards, because no rank
 whole model, and it must load on another number of ranks.
 
 How it works. Each rank writes its own shards with torch.distributed.checkpoint (DCP) into a
-directory with a temporary name; when all are done, rank 0 renames it: a checkpoint exists
-completely or not at all. What belongs to one rank (generator state) or is the same on all
-(counters) is a small file per rank. The newest complete directory wins:
-    runs/x/checkpoints/step-000040/  {.metadata, __0_0.distcp, ..., rank0.pt}
+directory with a temporary name. What belongs to one rank (generator state) or is the same on all
+(counters) is a small file per rank. When all files have reached the disk, rank 0 writes their sizes
+and checksums to a manifest and renames the directory: a checkpoint exists completely or not at all.
+The newest whole one is loaded:
+    runs/x/checkpoints/step-000040/  {.metadata, __0_0.distcp, ..., rank0.pt, manifest}
     runs/x/checkpoints/.step-000060/  the run died here; ignored, and removed by the next save
-All hosts must see the same directory.
 
-A directory that cannot be read (a file is cut off, or gone) is said to be damaged, the one before
-it is loaded on all ranks, and then the damaged one is renamed. A checkpoint of another model is not
-damaged; it is refused.
+A load reads all files once and compares them with the manifest. Ranks share the files. Where one is
+gone, cut off or has another byte, the directory is said to be damaged and the one before it is
+loaded on all ranks; then the damaged one is renamed. A checkpoint of another model or format is not
+damaged; it is refused. All hosts must see the same directory.
 
 Weights and moments come from the checkpoint. The optimizer's settings (weight decay, betas) stay
 those that it was made with, and a line says which differ. Its learning rate is restored, for those
@@ -25,17 +26,20 @@ whose schedule goes on from it.
     first_step = load("checkpoints", state)  # 0 if nothing is there
     save("checkpoints", first_step + 1, state)
 
-What we give up: asynchronous saves (with DCP's, one run in five ended with a rank aborted);
-checksums. Source: torch.distributed.checkpoint.
+What we give up: asynchronous saves (with DCP's, one run in five ended with a rank aborted). CRC-32
+finds what a disk spoils, not what somebody changes. Source: torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import os
-import pickle
 import random
 import re
 import shutil
+import zlib
+from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,9 +50,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-# What unpickling a file raises when bytes of it are missing or wrong.
-DAMAGE = (OSError, EOFError, RuntimeError, LookupError, ValueError, TypeError, AttributeError)
-DAMAGE += (ImportError, MemoryError, pickle.UnpicklingError)
+FORMAT = 2  # of what is written here; what was written before had no manifest
+MANIFEST = "manifest"
 
 
 class TrainState:
@@ -135,37 +138,35 @@ def save(out_dir: str | Path, step: int, state: Mapping[str, Any], *, keep: int 
         rule = "is of a later step, so of another run; save elsewhere, or remove it"
         raise ValueError(f"{newest[0]}: {rule}")
     _barrier()  # all have looked
-    if _is_rank0():
-        out_dir.mkdir(parents=True, exist_ok=True)
-        for stale in out_dir.glob(".step-*"):
-            shutil.rmtree(stale)
-    _barrier()  # what others write from here on stays
-    problem = _write(temporary, step, state)
-    _barrier()  # all files are there
-    if problem is None and _is_rank0():
-        files = [temporary / f"rank{rank}.pt" for rank in range(_world_size())]
-        if not all(file.exists() for file in files):
-            problem = "ranks write to different directories; it must be on a shared file system"
-    problem = _first(problem)
+    problem = _first(_clear(out_dir) if _is_rank0() else None)
+    if problem is None:
+        problem, mine = _write(temporary, step, state)
+        files = ChainMap(*_gather(mine))
+        problem = _first(problem)
+    if problem is None:
+        problem = _first(_publish(temporary, final, files, keep) if _is_rank0() else None)
     if problem:
         shutil.rmtree(temporary, ignore_errors=True)  # on all ranks, who may be on several hosts
         raise OSError(f"{final}: not saved ({problem}); earlier checkpoints are as they were")
-    if _is_rank0():
-        if final.exists():
-            shutil.rmtree(final)
-        temporary.rename(final)
-        for old in _complete(out_dir)[:-keep]:
-            if old != final:
-                shutil.rmtree(old)
-    _barrier()
 
 
-def _write(directory: Path, step: int, state: Mapping[str, Any]) -> str | None:
-    """Write this rank's files; what went wrong, if anything did."""
+def _clear(out_dir: Path) -> str | None:
+    """Remove what earlier saves left unfinished; what went wrong, if anything did."""
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        for stale in out_dir.glob(".step-*"):
+            shutil.rmtree(stale)
+    except OSError as error:
+        return _line(error)
+    return None
+
+
+def _write(directory: Path, step: int, state: Mapping[str, Any]) -> tuple[str | None, dict]:
+    """Write this rank's files. What went wrong, if anything did, and {file: [bytes, CRC-32]}."""
     try:
         dcp.save(_sharded(state), checkpoint_id=directory)
     except dcp.CheckpointException as error:  # on all ranks, whichever failed
-        return _cause(error)
+        return _cause(error), {}
     small = {
         name: value.state_dict()
         for name, value in state.items()
@@ -174,16 +175,71 @@ def _write(directory: Path, step: int, state: Mapping[str, Any]) -> str | None:
     rank_file = directory / f"rank{_rank()}.pt"
     try:
         torch.save({"step": step, "world_size": _world_size(), "state": small}, rank_file)
-        with open(rank_file, "rb") as file:
-            os.fsync(file.fileno())
+        mine = [rank_file, *directory.glob(f"__{_rank()}_*")]
+        if _is_rank0():
+            mine.append(directory / ".metadata")
+        return None, {file.name: _checksum(file) for file in mine}
     except (OSError, RuntimeError) as error:  # torch's writer raises the second
+        return _line(error), {}
+
+
+def _checksum(path: Path) -> list[int]:
+    """[bytes, CRC-32] of a file, whose bytes are on the disk then."""
+    size = 0
+    crc = 0
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        while block := file.read(1 << 22):
+            size += len(block)
+            crc = zlib.crc32(block, crc)
+    return [size, crc]
+
+
+def _publish(temporary: Path, final: Path, files: Mapping, keep: int) -> str | None:
+    """Write the manifest, give the directory its name, keep the newest; or what went wrong."""
+    if any(not (temporary / name).exists() for name in files):
+        return "ranks write to different directories; it must be on a shared file system"
+    text = json.dumps({"format": FORMAT, "files": dict(files)})
+    try:
+        with open(temporary / MANIFEST, "w") as file:
+            file.write(f"{text}\n{zlib.crc32(text.encode())}")
+            file.flush()
+            os.fsync(file.fileno())
+        _sync(temporary)
+        if final.exists():
+            _remove(final)
+        temporary.rename(final)
+        _sync(final.parent)
+        for old in _complete(final.parent)[:-keep]:
+            if old != final:
+                _remove(old)
+    except OSError as error:
         return _line(error)
     return None
 
 
-def load(out_dir: str | Path, state: Mapping[str, Any]) -> int:
-    """The step of the newest whole checkpoint in out_dir, after loading it into `state`; 0 if there
-    is none.
+def _sync(directory: Path) -> None:
+    """The names in the directory are on the disk, too, where the file system has a way."""
+    entries = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(entries)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(entries)
+
+
+def _remove(directory: Path) -> None:
+    """Remove a checkpoint; if the run dies meanwhile, what is left counts as unfinished."""
+    hidden = directory.with_name(f".{directory.name}.old")
+    directory.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def load(out_dir: str | Path, state: Mapping[str, Any], *, step: int | None = None) -> int:
+    """The step of the newest whole checkpoint in out_dir, or of that of `step`, after loading it
+    into `state`; 0 if there is none.
 
     Collective. On another number of ranks entries that belong to one rank (generators) come from
     some rank's file, with a message. Damaged ones are passed over with a message, and get the
@@ -191,6 +247,8 @@ def load(out_dir: str | Path, state: Mapping[str, Any]) -> int:
     or of other entries, if all are damaged, and if ranks see different ones.
     """
     found = _complete(Path(out_dir))
+    if step is not None:
+        found = [directory for directory in found if _step_of(directory) == step]
     names = _gather([directory.name for directory in found])
     if any(theirs != names[0] for theirs in names):
         rule = "the directory must be on a file system that all ranks share"
@@ -215,32 +273,24 @@ def load(out_dir: str | Path, state: Mapping[str, Any]) -> int:
 
 def _read(directory: Path, state: Mapping[str, Any]) -> str | None:
     """Load the checkpoint into `state`; what is damaged in it, if anything is, on all ranks."""
+    problem = _first(_compare(directory))
+    if problem:
+        return problem
     rank_file = directory / f"rank{_rank()}.pt"
     if not rank_file.exists():
         rank_file = directory / "rank0.pt"
-    saved: dict[str, Any] = {}
-    problem = None
-    try:
-        saved = torch.load(rank_file, weights_only=False)
-        lacking = set(state) - set(saved["state"])
-    except DAMAGE as error:
-        problem = f"{rank_file.name}: {_line(error)}"
-    problem = _first(problem)
-    if problem:
-        return problem
-    lacking = [name for name in lacking if not isinstance(state[name], TrainState)]
-    if lacking:
+    saved = torch.load(rank_file, weights_only=False)
+    small = {name for name, value in state.items() if not isinstance(value, TrainState)}
+    if lacking := small - set(saved["state"]):
         rule = "resume with the settings that it was saved with"
         raise ValueError(f"{directory}: has no entry {', '.join(sorted(lacking))}; {rule}")
     sharded = _sharded(state)
     try:
         dcp.load(sharded, checkpoint_id=directory, planner=_Planner())
     except dcp.CheckpointException as error:
-        if any(isinstance(failure[0], _OtherModel) for failure in error.failures.values()):
-            why = f"is not of this model ({_cause(error)})"
-            rule = "resume with the same --model and settings"
-            raise ValueError(f"{directory}: {why}; {rule}") from None
-        return _cause(error)
+        why = f"is not of this model ({_cause(error)})"
+        rule = "resume with the same --model and settings"
+        raise ValueError(f"{directory}: {why}; {rule}") from None
     if _is_rank0():
         print(f"resume: from {directory}", flush=True)
         if saved["world_size"] != _world_size():
@@ -252,30 +302,48 @@ def _read(directory: Path, state: Mapping[str, Any]) -> str | None:
     return None
 
 
-class _OtherModel(ValueError):
-    """The checkpoint is whole and has other tensors."""
+def _compare(directory: Path) -> str | None:
+    """How this rank's share of the files differs from the manifest; None if it does not."""
+    if not (directory / MANIFEST).exists():
+        return f"no {MANIFEST}: it is gone, or an earlier version has saved this"
+    try:
+        text, _, crc = (directory / MANIFEST).read_text().rpartition("\n")
+        if str(zlib.crc32(text.encode())) != crc:
+            return f"{MANIFEST} has other bytes than were written"
+        known = json.loads(text)
+        if known["format"] != FORMAT:
+            rule = f"this version reads {FORMAT}; resume with the version that wrote it"
+            raise ValueError(f"{directory}: is of format {known['format']}; {rule}")
+        for name, (size, crc) in sorted(known["files"].items())[_rank() :: _world_size()]:
+            found = _checksum(directory / name)
+            if found[0] != size:
+                return f"{name} has {found[0]} bytes of {size}"
+            if found[1] != crc:
+                return f"{name} has other bytes than were written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is gone"
+    except (OSError, UnicodeDecodeError) as error:
+        return _line(error)
+    return None
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """Tells a checkpoint of another model from a damaged one: its list of tensors can be read."""
+    """Refuses tensors of another type; torch would convert them."""
 
     def create_local_plan(self):
-        try:
-            plan = super().create_local_plan()
-        except (RuntimeError, ValueError) as error:
-            raise _OtherModel(str(error)) from None
+        plan = super().create_local_plan()
         for name, ours in self.state_dict.items():
             theirs = getattr(self.metadata.state_dict_metadata[name], "properties", None)
             if isinstance(ours, torch.Tensor) and theirs and theirs.dtype != ours.dtype:
                 types = f"{name} is {theirs.dtype} in it and {ours.dtype} here"
-                raise _OtherModel(f"{types}: see --model.master-dtype")
+                raise ValueError(f"{types}: see --model.master-dtype")
         return plan
 
 
 def _cause(error: dcp.CheckpointException) -> str:
     """What happened first on a rank that failed, in a line."""
     first = next(iter(error.failures.values()))[0]
-    while first.__context__ is not None and not isinstance(first, _OtherModel):
+    while first.__context__ is not None:
         first = first.__context__  # a writer fails again while it is closed
     return _line(first)
 
@@ -293,7 +361,8 @@ def _sharded(state: Mapping[str, Any]) -> dict[str, Any]:
 def _complete(out_dir: Path) -> list[Path]:
     """The checkpoints of save() in out_dir, oldest first; a host's own step-N is none."""
     named = [p for p in out_dir.glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)]
-    return sorted((p for p in named if any(p.glob("rank*.pt"))), key=_step_of)
+    ours = [p for p in named if (p / MANIFEST).exists() or any(p.glob("rank*.pt"))]
+    return sorted(ours, key=_step_of)
 
 
 def _step_of(directory: Path) -> int:

@@ -67,6 +67,7 @@ import vllm_backend
 from advantages import AdvantageConfig
 from data import DataConfig
 from examples import addition
+from guard import Guard
 from losses import LossConfig
 from model import ModelConfig, OptimConfig
 from packing import BatchConfig, PackedRow
@@ -176,6 +177,7 @@ def main(asked: Args) -> None:
     logprobs.warm_up([policy, reference], sizes, offloader.present)
     meter.lap("warm_up")
     journal.write_start(meter.reduce())
+    guard = Guard(args.run, out_dir, args.num_steps, tokenizer.decode)
 
     for step in range(first_step, args.num_steps):
         # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case. A
@@ -220,6 +222,7 @@ def main(asked: Args) -> None:
                     policy.zero_grad()  # neither this step is taken nor any later one of the batch
                     break
                 norm = model.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
+                guard.count("actor", norm, step, rows[m], meter)
                 meter.add_update("actor", norm, rate)
 
         # 6. Report, save. The last evaluation is of the model that is exported.
@@ -232,10 +235,11 @@ def main(asked: Args) -> None:
         if args.refresh_every and (step + 1) % args.refresh_every == 0:
             with offloader.present(reference):
                 model.copy_weights(policy, reference)
-        if args.run.is_save_due(step, args.num_steps):
-            with meter.timer("save"), offloader.present(reference, optimizer):
-                checkpoint.save(checkpoints, step + 1, state, keep=args.run.keep)
         journal.write(step, meter.reduce())
+        if guard.is_save_due(step):
+            with guard.saving(), meter.timer("save"), offloader.present(reference, optimizer):
+                checkpoint.save(checkpoints, step + 1, state, keep=args.run.keep)
+        guard.leave_if_over(step)
 
     weights = reshard.iter_full_params(policy, dtype=engine.dtype)
     hub.export(weights, path, out_dir / "hf", engine.dtype)
@@ -369,9 +373,7 @@ def to_sequences(
     return sequences, [m for m in minibatch_of for _ in range(args.batch.group_size)]
 
 
-def actor_gradients(
-    args: Args, policy: nn.Module, rows: list[PackedRow], totals: dict[str, int], meter
-) -> Tensor:
+def actor_gradients(args: Args, policy, rows: list[PackedRow], totals: dict, meter) -> Tensor:
     """Add the gradients of a minibatch to the policy; returns this rank's share of ppo_kl."""
     temperature = args.rollout.temperature
     kl = torch.zeros((), device=rows[0].tokens.device)

@@ -130,9 +130,9 @@ class Metrics:
         self.add("perf/model_flops", flops + cost.scored * row.num_response_tokens, reduction="sum")
 
     def add_update(self, name: str, norm: float, rate: float) -> None:
-        """An optimizer step of the model `name`, which all ranks take together."""
+        """An optimizer step of the model `name`, which all ranks take together, or none do."""
         self.update({f"{name}/grad_norm": norm, f"{name}/lr": rate})
-        self.add(f"{name}/num_updates", 1, reduction="sum")
+        self.add(f"{name}/num_updates", 1 if math.isfinite(norm) else 0, reduction="sum")
 
     @contextlib.contextmanager
     def timer(self, name: str) -> Iterator[None]:

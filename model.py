@@ -381,20 +381,15 @@ def optimizer_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, learning_rate: float, max_grad_norm: float
 ) -> float:
     """Clip by the global norm, step, clear; returns the norm before clipping (the one host sync of
-    an update).
-
-    Raises FloatingPointError on a norm that is not finite, before any weight changes.
+    an update). A norm that is not finite, on all ranks then, changes no weight and no moment.
     """
     norm = nn.utils.clip_grad_norm_(
         [p for p in model.parameters() if p.requires_grad], max_grad_norm
     )
     norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if not math.isfinite(norm):
-        kind = type(model).__name__.removeprefix("FSDP")
-        advice = "lower its learning rate; see the last lines of samples.jsonl"
-        raise FloatingPointError(f"gradient norm of {kind} is {norm}: {advice}")
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    optimizer.step()
+    if math.isfinite(norm):
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm

@@ -51,6 +51,7 @@ import vllm_backend
 from advantages import GaeConfig, KlController
 from data import DataConfig
 from examples import addition
+from guard import Guard
 from losses import CriticConfig, LossConfig
 from model import ModelConfig, OptimConfig
 from packing import BatchConfig, PackedRow
@@ -138,6 +139,7 @@ def main(asked: Args) -> None:
         policy, critic, reference, reward_model = models
         optimizer = model.make_optimizer(policy, args.optim, args.learning_rate)
         critic_optimizer = model.make_optimizer(critic, args.optim, args.critic.learning_rate)
+        optimizers = [optimizer, critic_optimizer]
         kl_penalty = KlController(args.gae)
         state = {
             "policy": checkpoint.TrainState(policy, optimizer),
@@ -149,17 +151,17 @@ def main(asked: Args) -> None:
         out_dir = args.run.directory
         checkpoints = out_dir / "checkpoints"
         first_step = checkpoint.load(checkpoints, state) if args.run.resume else 0
-        offloader = offload.Offload(args.offload, *models[1:], optimizer, critic_optimizer)
+        offloader = offload.Offload(args.offload, *models[1:], *optimizers)
         meter.lap("models")
         engine = make_engine(args, paths[0], tokenizer)
         asked.run.open(asked)
         journal = report.Report(out_dir, args.log, args.num_steps, first_step, asked, curves.plot)
         meter.lap("engine")
     temperature = args.rollout.temperature
-    sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
-    logprobs.warm_up(models, sizes, offloader.present)
+    logprobs.warm_up(models, args.batch.rows_of_all_sizes(engine.max_model_len), offloader.present)
     meter.lap("warm_up")
     journal.write_start(meter.reduce())
+    guard = Guard(args.run, out_dir, args.num_steps, tokenizer.decode, save_at=args.rollout_every)
 
     for first in range(first_step, args.num_steps, args.rollout_every):
         # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case. A
@@ -206,8 +208,8 @@ def main(asked: Args) -> None:
 
         for step in range(first, first + args.rollout_every):
             # 5. Update.
-            with meter.timer("update"), offloader.present(critic, optimizer, critic_optimizer):
-                update(args, step, policy, critic, optimizer, critic_optimizer, rows, totals, meter)
+            with meter.timer("update"), offloader.present(critic, *optimizers):
+                update(args, step, policy, critic, optimizers, rows, totals, meter, guard)
 
             # 6. Report, adapt, save. The last evaluation is of the model that is exported.
             if args.eval_every and step + 1 == args.num_steps:
@@ -218,10 +220,11 @@ def main(asked: Args) -> None:
                 meter.add("communication/nccl_bw_gb", hardware.measure_bandwidth(1 << 22))
             if args.gae.kl_coef and step + 1 == first + args.rollout_every:
                 kl_penalty.update(stats["actor/reward_kl_penalty"], args.batch.num_samples)
-            if args.run.is_save_due(step, args.num_steps):
-                with meter.timer("save"), offloader.present(critic, optimizer, critic_optimizer):
-                    checkpoint.save(checkpoints, step + 1, state, keep=args.run.keep)
             journal.write(step, meter.reduce())
+            if guard.is_save_due(step):
+                with guard.saving(), meter.timer("save"), offloader.present(critic, *optimizers):
+                    checkpoint.save(checkpoints, step + 1, state, keep=args.run.keep)
+            guard.leave_if_over(step)
 
     weights = reshard.iter_full_params(policy, dtype=engine.dtype)
     hub.export(weights, paths[0], out_dir / "hf", engine.dtype)
@@ -332,14 +335,13 @@ def to_sequences(args: Args, groups: list[Group]) -> tuple[list[dict[str, Tensor
     return sequences, [m for m in minibatch_of for _ in range(args.batch.group_size)]
 
 
-def update(
-    args: Args, step: int, policy, critic, optimizer, critic_optimizer, rows, totals, meter
-) -> None:
+def update(args: Args, step: int, policy, critic, optimizers, rows, totals, meter, guard) -> None:
     """One step's passes over the batch, for critic and policy.
 
     Each loss term is divided by its minibatch's total over all ranks: gradients just add up. Beyond
     --loss.target-kl the policy rests for the remainder of the step.
     """
+    optimizer, critic_optimizer = optimizers
     alone = args.critic.warmup_steps  # steps of the critic without the policy
     shared = args.num_steps - alone
     rate = model.learning_rate_at(step - alone, shared, args.learning_rate, args.optim)
@@ -349,6 +351,7 @@ def update(
     for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
         critic_gradients(args, critic, rows[m], totals[m], meter)
         norm = model.optimizer_step(critic, critic_optimizer, critic_rate, args.optim.max_grad_norm)
+        guard.count("critic", norm, step, rows[m], meter)
         meter.add_update("critic", norm, critic_rate)
         if not actor_learns:
             continue
@@ -358,12 +361,11 @@ def update(
             actor_learns = False
             continue
         norm = model.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
+        guard.count("actor", norm, step, rows[m], meter)
         meter.add_update("actor", norm, rate)
 
 
-def critic_gradients(
-    args: Args, critic: nn.Module, rows: list[PackedRow], totals: dict[str, int], meter
-) -> None:
+def critic_gradients(args: Args, critic, rows: list[PackedRow], totals: dict, meter) -> None:
     """Add the gradients of a minibatch to the critic."""
     for i, row in enumerate(rows):
         is_last = i == len(rows) - 1
@@ -375,9 +377,7 @@ def critic_gradients(
         meter.update(stats, row.num_response_tokens)
 
 
-def actor_gradients(
-    args: Args, policy: nn.Module, rows: list[PackedRow], totals: dict[str, int], meter
-) -> Tensor:
+def actor_gradients(args: Args, policy, rows: list[PackedRow], totals: dict, meter) -> Tensor:
     """Add the gradients of a minibatch to the policy; returns this rank's share of ppo_kl."""
     temperature = args.rollout.temperature
     kl = torch.zeros((), device=rows[0].tokens.device)

@@ -35,6 +35,7 @@ that nothing could be measured, or NaN.
     actor/grad_norm, actor/lr     gradient norm before clipping; learning rate; critic/*: the same
     actor/num_updates             optimizer steps taken; fewer than epochs x minibatches where
                                   --loss.target-kl or a lack of tokens left some out; critic/*
+    actor/skipped                 minibatches not trained on, as their gradient was not finite
     critic/vf_loss                squared error of the values, halved
     critic/vf_clipfrac            share of values that left the clip band
     critic/vf_explained_var       1 - Var(returns - values) / Var(returns), before the update
@@ -52,7 +53,7 @@ that nothing could be measured, or NaN.
     timing_s/layout               advantages of groups, packing, exchange, copies to the GPU
     timing_s/old_logprobs         pass of the policy before the update; ref_logprobs: the reference
     timing_s/values               PPO: the critic's pass; advantages: GAE and whitening
-    timing_s/update, save, other  optimizer steps; checkpoint; the rest (sleeping, waking weights)
+    timing_s/update, save, other  optimizer steps; the checkpoint after the step before; the rest
     throughput/tokens_per_sec     prompt + response tokens of the latest rollout, each once, of all
                                   ranks, over the time since the step that sampled them began
     throughput/rollout_latency_ms wall time of sampling alone

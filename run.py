@@ -53,28 +53,30 @@ class RunConfig:
     """Directory of all runs, on a file system that all hosts share."""
     name: str = "run"
     """The run's own directory in it; an earlier run of that name is renamed, unless resumed."""
+    save_minutes: float = 10.0
+    """Save the state every this many minutes, but in 2 % of the time, and at the end; 0: off."""
     save_every: int = 0
-    """Save the training state every this many steps, and at the end; 0: never."""
+    """Save it every this many steps as well, and at the end; 0: off."""
     keep: int = 2
     """Newest saved states to keep."""
     resume: bool = False
     """Continue this name's run from its newest saved state."""
+    max_skipped: int = 8
+    """Stop after this many minibatches in a row that were skipped: their gradients not finite."""
 
     def __post_init__(self):
         is_name = self.name not in ("", ".", "..") and "/" not in self.name
         rule = "the name of a directory in --output-dir; try run"
         require(is_name, "--name", repr(self.name), rule)
+        minutes = self.save_minutes
+        require(0 <= minutes < 1e7, "--save-minutes", minutes, "at least 0 (off) and below 1e7")
         require(self.save_every >= 0, "--save-every", self.save_every, "at least 0 (off)")
+        require(self.max_skipped >= 1, "--max-skipped", self.max_skipped, "at least 1")
         require(self.keep >= 1, "--keep", self.keep, "at least 1")
 
     @property
     def directory(self) -> Path:
         return Path(self.output_dir) / self.name
-
-    def is_save_due(self, step: int, num_steps: int) -> bool:
-        """Whether the state is saved after 0-based `step`."""
-        is_last = step + 1 == num_steps
-        return self.save_every > 0 and (is_last or (step + 1) % self.save_every == 0)
 
     def check(self, settings: Any, *model_paths: str) -> None:
         """ValueError, before memory is taken, if open() could not do its work: a run of this name
@@ -122,8 +124,7 @@ class RunConfig:
     def _check_resume(self, known: dict[str, Any]) -> None:
         steps = saved_steps(self.directory)
         if not steps:
-            where = f"there is no saved state in {self.directory / 'checkpoints'}"
-            raise ValueError(f"--resume: {where}; leave it out, and set --save-every")
+            raise ValueError(f"--resume: {self.directory} has no saved state; leave it out")
         is_steered = known.get("gae", {}).get("kl_target")  # then the saved coefficient holds
         fixed = (*FIXED_ON_RESUME, "--gae.kl-coef") if is_steered else FIXED_ON_RESUME
         for flag, (old, _) in self._changes(known).items():
@@ -232,12 +233,12 @@ def _end_with_parent() -> None:
 
 def _exit_now(kind, value, trace) -> None:
     """Report an uncaught exception, in a line if that says all, and leave without clean-up."""
-    text = f"error: {' '.join(str(value).split())}"
+    text = f"error: {' '.join(str(value).split()) or kind.__name__}"
     silence = re.search(r"(?:Timed out waiting|timeout after) (\d+)ms", str(value))  # torch's words
     if silence:
         why = "another rank did not answer for so long; it hangs, is stopped, or needs more"
         text = f"error: --timeout-s {int(silence[1]) / 1000:g}: {why}"
-    elif not (issubclass(kind, OSError) or str(value).startswith("--")):
+    elif not (issubclass(kind, (OSError, KeyboardInterrupt)) or str(value).startswith("--")):
         text = "".join(traceback.format_exception(kind, value, trace))
     print(f"[rank {os.environ.get('RANK', '0')}] {text}", file=sys.stderr, flush=True)
     sys.stdout.flush()

@@ -106,8 +106,11 @@ def to_groups(
 
 def evaluate(
     engine, scorer, tokenizer, prompts: Sequence, num_samples: int, seed: int, meter
-) -> None:
-    """Adds to `meter` the greedy reward and, with num_samples k > 0, mean@k and pass@k."""
+) -> list[list[Group]]:
+    """Adds to `meter` the greedy reward and, with num_samples k > 0, mean@k and pass@k. Returns
+    this rank's groups: the greedy ones, and then those of k samples.
+    """
+    made = []
     for k, temperature in ((1, 0.0), (num_samples, None)):
         if k == 0:
             continue
@@ -116,9 +119,11 @@ def evaluate(
             rewards, stats = scorer.collect(len(drawn) * k)
         failed = {name: stats[name] for name in ("error_frac", "timeout_frac")}
         meter.update(failed, len(rewards), prefix="eval/")
-        for group in to_groups(prompts, drawn, rewards):
+        made.append(to_groups(prompts, drawn, rewards))
+        for group in made[-1]:
             mean = sum(group.rewards) / k
             found = {f"mean@{k}": mean, f"pass@{k}": max(group.rewards)}
             if temperature == 0:
                 found = {"reward": mean, f"{group.prompt.source}/reward": mean}
             meter.update(found, prefix="eval/")
+    return made

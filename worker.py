@@ -49,6 +49,15 @@ def serve(connection: Connection, callables: Mapping[str, Callable] = {}) -> Non
     Does not return.
     """
     worker = os.getpid()
+
+    def stay(number: int, frame: Any) -> None:
+        """A signal to all processes of a run: its step is finished, with the rewards of calls."""
+        if os.getpid() != worker:  # a function's own child
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(each, stay)
     silence = os.open(os.devnull, os.O_WRONLY)
     sys.stdout = sys.stderr = _Printed()
     try:

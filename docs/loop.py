@@ -25,6 +25,7 @@ OBJECTS = {
     "stream": "data.PromptStream",
     "scorer": "rewards.Scorer",
     "journal": "report.Report",
+    "guard": "guard.Guard",
 }
 
 # What each phase hands to the next: names of `main`, and what they hold.
@@ -34,7 +35,7 @@ HANDED_ON = {
     3: ("rows", "by minibatch: tokens [N], cu_seqlens [S+1]"),
     4: ("rows", "with old_logprobs, ref_logprobs [N]"),
     5: ("policy", "after num_epochs x num_minibatches steps"),
-    6: ("state", "a checkpoint; a line in metrics.jsonl"),
+    6: ("state", "a line in metrics.jsonl; a checkpoint"),
 }
 
 WIDTH = 300

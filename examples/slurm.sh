@@ -4,6 +4,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive --cpus-per-task=64
+#SBATCH --signal=TERM@600  # 10 minutes for the step and the save before the time is up
 set -euo pipefail
 export NNODES=$SLURM_NNODES
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

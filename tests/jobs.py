@@ -39,7 +39,7 @@ def settings(tiny, files, out, entry=grpo, **changes):
         data_paths=(str(files / "16.jsonl"),),
         num_steps=2,
         learning_rate=1e-2,
-        run=dict(output_dir=str(out), name="run"),
+        run=dict(output_dir=str(out), name="run", save_minutes=0.0),
         batch=dict(prompts_per_step=4, group_size=4, num_minibatches=2, tokens_per_row=512),
         data=dict(max_prompt_tokens=16),
         optim=dict(warmup_steps=0),

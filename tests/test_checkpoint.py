@@ -2,11 +2,17 @@
 for others.
 """
 
+import json
 import multiprocessing
+import os
 import random
+import re
 import resource
 import shutil
+import subprocess
 import time
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -288,43 +294,110 @@ class Number:
         return self.model.weight.item()
 
 
+FILES = [".metadata", "__0_0.distcp", "manifest", "rank0.pt"]
+
+
 def cut(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-DAMAGES = {
-    "shard cut": lambda step: cut(next(step.glob("*.distcp"))),
-    "shard gone": lambda step: next(step.glob("*.distcp")).unlink(),
-    "shard of zeros": lambda step: (f := next(step.glob("*.distcp"))).write_bytes(
-        bytes(f.stat().st_size)
-    ),
-    "list cut": lambda step: cut(step / ".metadata"),
-    "list gone": lambda step: (step / ".metadata").unlink(),
-    "list of zeros": lambda step: (step / ".metadata").write_bytes(bytes(500)),
-    "rank's file cut": lambda step: cut(step / "rank0.pt"),
-    "rank's file empty": lambda step: (step / "rank0.pt").write_bytes(b""),
-    "rank's file of another": lambda step: torch.save([1], step / "rank0.pt"),
-}
+def zeroed(path):
+    path.write_bytes(bytes(path.stat().st_size))
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_said_to_be_and_the_one_before_is_loaded(tmp_path, capfd, damage):
+def flipped(path):
+    """One bit of the byte in its middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def another(path):
+    torch.save([1], path)
+
+
+def names_in(directory):
+    return {path.name for path in directory.iterdir()}
+
+
+DAMAGES = [(how, file) for how in (cut, zeroed, flipped, Path.unlink) for file in FILES]
+
+
+@pytest.mark.parametrize(
+    ("how", "file"), [*DAMAGES, (another, "rank0.pt")], ids=lambda x: getattr(x, "__name__", x)
+)
+def test_a_damaged_checkpoint_is_said_to_be_and_the_one_before_is_loaded(
+    tmp_path, capfd, how, file
+):
     """unsloth#6796, metaseq#53: "is not of this model; resume with the same --model", or a
-    traceback without a file's name, though the one before was whole.
+    traceback without a file's name, though the one before was whole. A flipped bit was loaded.
     """
     for step in (1, 2):
         save(tmp_path, step, Number(float(step)).state)
-    DAMAGES[damage](tmp_path / "step-000002")
+    assert names_in(tmp_path / "step-000002") == set(FILES)
+    how(tmp_path / "step-000002" / file)
     run = Number()
     assert load(tmp_path, run.state) == 1 and run.value() == 1.0
-    said = capfd.readouterr().out
-    assert "step-000002 is damaged (" in said and "resume: from" in said.splitlines()[-1]
+    first, last = capfd.readouterr().out.splitlines()
+    assert re.search(rf"step-000002 is damaged \(.*\b{re.escape(file.strip('.'))} ?", first)
+    assert last == f"resume: from {tmp_path}/step-000001"
+    if how is cut and file != "manifest":
+        assert re.search(r"has (\d+) bytes of (\d+)\)", first)
     save(tmp_path, 2, run.state)  # the run goes on
-    assert {p.name for p in tmp_path.iterdir()} == {
-        "step-000001",
-        "step-000002",
-        "step-000002.damaged",
-    }
+    assert names_in(tmp_path) == {"step-000001", "step-000002", "step-000002.damaged"}
+
+
+class Wide(Number):
+    """Whose state takes some 30 pages of a disk."""
+
+    def __init__(self, value=0.0):
+        super().__init__(value)
+        self.model = torch.nn.Linear(64, 128)
+        torch.nn.init.constant_(self.model.weight, value)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
+        self.model(torch.ones(1, 64)).sum().backward()
+        self.optimizer.step()
+        self.state = {"policy": TrainState(self.model, self.optimizer), "counter": Counter(value)}
+
+    def value(self):
+        return self.model.weight.unique().item()
+
+
+def saved_or_not(directory, step):
+    """Whether a save of `step` succeeds; either way what was or is the newest state loads."""
+    try:
+        save(directory, step, Wide(float(step)).state)
+        newest = step
+    except OSError as error:
+        assert f"step-{step:06d}: not saved" in str(error) and "\n" not in str(error)
+        newest = step - 1
+    run = Wide()
+    assert load(directory, run.state) == newest and run.value() == newest
+    names = {"step-000001", f"step-{newest:06d}"}
+    assert names_in(directory) == names
+    shutil.rmtree(directory / "step-000002", ignore_errors=True)
+    return newest == step
+
+
+def test_a_disk_that_is_full_at_any_page_costs_no_earlier_state(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    size = 1 << 20
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        save(disk / "x", 1, Wide(1.0).state)
+        found = []
+        for num_pages in range(50):
+            room = os.statvfs(disk)
+            ballast = (room.f_bfree - num_pages) * room.f_bsize
+            (disk / "ballast").write_bytes(bytes(ballast))
+            found.append(saved_or_not(disk / "x", 2))
+            (disk / "ballast").unlink()
+        assert not any(found[:25]) and found[-1]
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def test_if_no_checkpoint_is_whole_it_says_so_and_leaves_them(tmp_path):
@@ -349,6 +422,99 @@ def test_damage_that_one_rank_sees_sends_all_ranks_to_the_one_before(tmp_path):
     run_ranks(2, saved)
     cut(tmp_path / "step-000002" / "rank1.pt")
     assert run_ranks(2, loaded) == [(1, 1), (1, 1)]
+
+
+def test_each_file_of_each_rank_is_in_the_manifest_and_a_missing_one_is_named(tmp_path, capfd):
+    def saved():
+        for step in (1, 2):
+            save(tmp_path, step, Run().state)
+
+    def loaded():
+        return load(tmp_path, Run().state)
+
+    run_ranks(2, saved)
+    files = names_in(tmp_path / "step-000002")
+    assert files >= {"rank0.pt", "rank1.pt", "__0_0.distcp", "__1_0.distcp"}
+    known = json.loads((tmp_path / "step-000002" / "manifest").read_text().splitlines()[0])
+    assert known["files"].keys() == files - {"manifest"}
+    for name, (size, crc) in known["files"].items():
+        data = (tmp_path / "step-000002" / name).read_bytes()
+        assert (len(data), zlib.crc32(data)) == (size, crc)
+    (tmp_path / "step-000002" / "rank1.pt").unlink()
+    assert run_ranks(1, loaded) == [1]  # which would not have read it
+    assert "step-000002 is damaged (rank1.pt is gone)" in capfd.readouterr().out
+
+
+def test_another_format_is_refused_by_name_and_one_without_a_manifest_is_passed_over(
+    tmp_path, capfd
+):
+    save(tmp_path, 1, Number(1.0).state)
+    save(tmp_path, 2, Number(2.0).state)
+    manifest = tmp_path / "step-000002" / "manifest"
+    text = json.dumps(json.loads(manifest.read_text().splitlines()[0]) | {"format": 3})
+    manifest.write_text(f"{text}\n{zlib.crc32(text.encode())}")
+    with pytest.raises(ValueError, match="step-000002: is of format 3; this version reads 2; resu"):
+        load(tmp_path, Number().state)
+    manifest.unlink()  # as it was before there were any
+    assert load(tmp_path, Number().state) == 1
+    assert "(no manifest: it is gone, or an earlier version has saved" in capfd.readouterr().out
+
+
+def test_the_files_are_on_the_disk_before_they_get_their_name_and_then_the_name_is(
+    tmp_path, monkeypatch
+):
+    """A power cut after the rename left a directory of empty files, or none."""
+    events = []
+    sync, rename = os.fsync, Path.rename
+
+    def synced(descriptor):
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    def renamed(path, target):
+        events.append(f"{path.name} -> {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    save(tmp_path / "x", 1, Number(1.0).state)
+    renamed_at = events.index(".step-000001 -> step-000001")
+    assert {*FILES, ".step-000001"} <= set(events[:renamed_at])
+    assert events[renamed_at + 1 :] == ["x"]
+
+
+def test_a_checkpoint_that_is_half_removed_has_no_name_any_more(tmp_path, monkeypatch):
+    """It was taken for a damaged one."""
+    save(tmp_path, 1, {"counter": Counter(1)})
+
+    def dies(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", dies)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 2, {"counter": Counter(2)}, keep=1)
+    monkeypatch.undo()
+    assert names_in(tmp_path) == {".step-000001.old", "step-000002"}
+    save(tmp_path, 3, {"counter": Counter(3)})
+    assert names_in(tmp_path) == {"step-000002", "step-000003"}
+
+
+def test_a_directory_that_takes_nothing_is_told_on_all_ranks(tmp_path):
+    """The other ranks waited for the first one."""
+    (tmp_path / "file").touch()
+
+    def job():
+        with pytest.raises(OSError, match="step-000001: not saved .*Not a directory"):
+            save(tmp_path / "file" / "x", 1, {"counter": Counter()})
+
+    run_ranks(2, job)
+
+
+def test_saving_draws_no_random_numbers(tmp_path):
+    before = GeneratorState().state_dict()
+    save(tmp_path, 1, Run().state)
+    after = GeneratorState().state_dict()
+    assert str(before) == str(after) and before["torch"].equal(after["torch"])
 
 
 def test_ranks_that_do_not_share_a_directory_are_told_at_the_first_save(tmp_path):

@@ -190,12 +190,12 @@ def machine(tmp_path):
         os.close(end)
 
 
-def run_here(*command, **env):
+def run_here(*command, wrapper=(), **env):
     """launch.sh in this test's own environment, which has what it needs."""
     clean = {key: value for key, value in os.environ.items() if key not in ("NPROC", "NNODES")}
     env = {**clean, "VIRTUAL_ENV": sys.prefix, "CUDA_VISIBLE_DEVICES": "", **env}
     return subprocess.Popen(
-        ["bash", ROOT / "launch.sh", *map(str, command)],
+        [*wrapper, "bash", ROOT / "launch.sh", *map(str, command)],
         env=env,
         text=True,
         stdout=subprocess.PIPE,
@@ -856,19 +856,63 @@ def test_a_rank_killed_by_a_signal_is_reported_since_it_could_not_speak(tmp_path
     assert (job.returncode, err) == (128 + 9, "error: rank 0 was killed by SIGKILL\n")
 
 
-@pytest.mark.slow
-def test_a_signal_to_the_launcher_reaches_the_ranks(tmp_path):
-    script = tmp_path / "x.py"
-    script.write_text(
-        "import signal, sys, time\n"
-        "signal.signal(15, lambda *a: sys.exit(print('saved', flush=True)))\n"
-        "print('up', flush=True)\ntime.sleep(60)"
-    )
-    job = run_here(script)
+STOPS = """
+import signal, sys, time
+heard = []
+def hear(number, frame):
+    heard.append(number)
+    print(f"heard {number}", flush=True)
+    if len(heard) == 2:
+        sys.exit(7)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, hear)
+print("up", flush=True)
+while not heard:
+    time.sleep(0.01)
+until = time.monotonic() + float(sys.argv[1])  # the rest of the step, and a save
+while time.monotonic() < until:
+    time.sleep(0.01)
+print("saved", flush=True)
+"""
+
+
+def stopped(tmp_path, save_s, *signals, wrapper=()):
+    """(exit code, stdout, stderr, seconds) of a job that gets the signals, 1.5 s apart."""
+    (tmp_path / "x.py").write_text(STOPS)
+    job = run_here(tmp_path / "x.py", save_s, wrapper=wrapper)
     assert job.stdout.readline() == "up\n"
-    job.send_signal(signal.SIGTERM)
-    out, err = job.communicate(timeout=60)
-    assert (job.returncode, out, err) == (128 + 15, "saved\n", "")
+    begin = time.monotonic()
+    for number in signals:
+        job.send_signal(number)
+        time.sleep(1.5)
+    out, err = job.communicate(timeout=90)
+    return job.returncode, out, err, time.monotonic() - begin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_reaches_the_ranks_once_and_they_get_the_time_to_save(
+    tmp_path, number
+):
+    """pytorch#68258, #119856: killed 30 s later, in the middle of the save."""
+    code, out, err, _ = stopped(tmp_path, 32 if number == signal.SIGTERM else 0.1, number)
+    assert (code, out) == (128 + number, f"heard {int(number)}\nsaved\n")
+    what = "the ranks finish the step and save; once more ends them at once"
+    assert err == f"launch: {number.name}: {what}\n"
+
+
+@pytest.mark.slow
+def test_a_second_signal_to_the_launcher_reaches_the_ranks_too(tmp_path):
+    code, out, _, seconds = stopped(tmp_path, 60, signal.SIGINT, signal.SIGTERM)
+    assert (code, out) == (128 + 15, "heard 2\nheard 15\n") and seconds < 20
+
+
+@pytest.mark.slow
+def test_a_job_under_nohup_outlives_its_terminal(tmp_path):
+    """torchrun ends it all the same."""
+    wrapper = ["bash", "-c", 'trap "" HUP; exec "$@"', "--"]
+    code, out, err, _ = stopped(tmp_path, 0, signal.SIGHUP, signal.SIGTERM, wrapper=wrapper)
+    assert (code, out) == (128 + 15, "heard 15\nsaved\n") and "SIGHUP" not in err
 
 
 @pytest.mark.slow

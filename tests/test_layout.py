@@ -34,6 +34,7 @@ RUN = {
     "answers",
     "expressions",
     "checkpoint",
+    "guard",
     "metrics",
     "hardware",
     "report",

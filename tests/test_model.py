@@ -717,18 +717,15 @@ def test_clipping_is_by_the_global_norm_alike_on_any_number_of_ranks(paths, norm
         assert step == pytest.approx(norm / 4 / (norm + 1e-6) * norm / math.sqrt(num), rel=1e-3)
 
 
-def test_a_gradient_that_is_not_finite_stops_before_any_weight_changes(paths):
+def test_a_gradient_that_is_not_finite_on_one_rank_changes_no_weight_on_any(paths):
     def job():
         policy = load(paths["qwen2"])
         optimizer = make_optimizer(policy, OptimConfig(), 1e-3)
         before = [p.to_local().clone() for p in policy.parameters()]
         with_gradient(policy, 1.0)
-        if dist.get_rank() == 1:  # on one rank's shard alone; all ranks must stop
+        if dist.get_rank() == 1:  # on one rank's shard alone; all ranks must skip
             policy.model.norm.weight.grad.to_local()[0] = math.nan
-        with pytest.raises(
-            FloatingPointError, match="norm of Qwen2ForCausalLM is nan: lower its learning rate"
-        ):
-            optimizer_step(policy, optimizer, 1e-3, 1.0)
+        assert not math.isfinite(optimizer_step(policy, optimizer, 1e-3, 1.0))
         assert all(
             torch.equal(p.to_local(), old)
             for p, old in zip(policy.parameters(), before, strict=True)

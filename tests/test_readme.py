@@ -24,6 +24,7 @@ from examples import addition
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
 ENTRIES = {"grpo.py": (grpo, addition.SETTINGS), "ppo.py": (ppo, addition.PPO_SETTINGS)}
+ENTRIES["tools/evaluate.py"] = ENTRIES["grpo.py"]  # whose flags it takes
 README = (ROOT / "README.md").read_text()
 every_document = pytest.mark.parametrize("document", DOCUMENTS)
 

@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -68,6 +69,12 @@ def process(response):
 def nap(response):
     time.sleep(0.05)
     return 1.0
+
+def nap_in_child(response):
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(100)
+    return float(os.WIFSIGNALED(os.waitpid(pid, 0)[1]))
 
 def hang_on_x(response):
     while "x" in response:
@@ -698,6 +705,21 @@ time.sleep(100)
     idle.submit(0, samples_of("a")[0])
     assert idle.collect(1)[1]["error_frac"] == 0
     idle.close()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_to_all_processes_ends_no_call_but_the_children_of_functions(functions, name):
+    """A scheduler's signal killed the workers, and the step was finished with failed rewards."""
+    with contextlib.closing(Scorer(RewardConfig((functions + "nap_in_child",)))) as scorer:
+        for index, sample in enumerate(samples_of(*"abcd")):
+            scorer.submit(index, sample)
+        time.sleep(0.3)
+        for worker in children():
+            os.kill(int(worker), getattr(signal, name))
+            for child in children(worker):
+                os.kill(int(child), getattr(signal, name))
+        rewards, stats = scorer.collect(4)
+    assert (rewards, stats["error_frac"]) == ([1.0] * 4, 0)
 
 
 def test_256_samples_of_50_ms_take_less_than_3_s_on_8_warm_workers(functions):

@@ -171,6 +171,8 @@ def test_the_directory_of_an_earlier_run_is_kept_under_a_number_unless_it_is_res
 def test_settings_without_meaning_are_refused():
     for setting, message in (
         (dict(save_every=-1), "--save-every -1: must be at least 0"),
+        (dict(save_minutes=-1.0), "--save-minutes -1.0: must be at least 0"),
+        (dict(max_skipped=0), "--max-skipped 0: must be at least 1"),
         (dict(keep=0), "--keep 0: must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -187,7 +189,7 @@ def test_a_run_in_progress_its_own_model_and_a_resume_from_nothing_are_refused(t
     run = RunConfig(str(tmp_path), "x")
     with pytest.raises(
         ValueError,
-        match="--resume: there is no saved state in .*leave it out, and set --save-every",
+        match="--resume: .*/x has no saved state; leave it out",
     ):
         RunConfig(str(tmp_path), "x", resume=True).check(Settings())
     run.open(Settings())

@@ -260,22 +260,72 @@ def topology(visible, gpus, matrix, numactl):
 def torchrun(*args):
     """torchrun without its report of a failed rank: the rank said it, unless a signal killed it."""
     import logging
+    import tempfile
 
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.disable(logging.ERROR)
+    passed_on = pass_signals_on()
     try:
-        run.run(run.parse_args(args))
+        with tempfile.TemporaryDirectory(prefix="torchrun_") as logs:  # its own is left behind
+            run.run(run.parse_args(["--log-dir", logs, *args]))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode > 0:
+        if not passed_on and failure.exitcode > 0:
             return failure.exitcode
-        print(f"error: rank {rank} was killed by {failure.signal_name()}", file=sys.stderr)
-        return 128 - failure.exitcode
+        if not passed_on:
+            print(f"error: rank {rank} was killed by {failure.signal_name()}", file=sys.stderr)
+            return 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval
+    return 128 + passed_on[0] if passed_on else 0
+
+
+def pass_signals_on():
+    """From here on torchrun gives the ranks the first signal, and all the time that they need.
+
+    By itself it kills them 30 s later, in the middle of a save. A second signal, a second or more
+    later, is torchrun's. SIGHUP stays ignored under nohup. Returns the signals that came, a list.
+    """
+    import signal
+    import time
+
+    from torch.distributed.elastic.multiprocessing import api
+
+    close = api._terminate_process_handler
+    start = api.PContext.start
+    ignores = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    contexts = []
+    passed_on = []
+    first_at = []
+
+    def start_and_keep(context):
+        contexts.append(context)
+        start(context)
+
+    def pass_on(number, frame):
+        if number == signal.SIGHUP and ignores:
+            return
+        ranks = [pid for context in contexts for pid in context.pids().values()]
+        if number == signal.SIGQUIT or not ranks:
+            close(number, frame)
+        if (
+            passed_on and time.monotonic() - first_at[0] > 1
+        ):  # to all processes and to this one: two
+            close(number, frame)
+        if not passed_on:
+            passed_on.append(number)
+            first_at.append(time.monotonic())
+            what = "the ranks finish the step and save; once more ends them at once"
+            print(f"launch: {signal.Signals(number).name}: {what}", file=sys.stderr, flush=True)
+            for pid in ranks:
+                os.kill(pid, number)
+
+    api.PContext.start = start_and_keep
+    api._terminate_process_handler = pass_on
+    return passed_on
 
 
 COMMANDS = {

@@ -1,0 +1,66 @@
+"""An export of a saved state is the model that the run had then."""
+
+import argparse
+import shutil
+
+import pytest
+from jobs import settings, train, weights
+from ranks import run_ranks
+from safetensors.torch import load_file
+
+import run
+from tools import export
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, files, tmp_path_factory):
+    out = tmp_path_factory.mktemp("trained")
+    return train(settings(tiny, files, out, num_steps=3, run=dict(save_every=1, keep=3)))
+
+
+def exported(directory, out, step=None, world_size=1):
+    def job():
+        export.main(argparse.Namespace(run=directory, out=out, step=step))
+
+    run_ranks(world_size, job)
+    return load_file(out / "model.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def joined(monkeypatch):
+    from jobs import joined
+
+    monkeypatch.setattr(run, "init_distributed", joined)
+
+
+def test_the_newest_state_is_what_the_run_wrote_at_its_end_to_a_bit_and_a_file(trained, tmp_path):
+    found = exported(trained, tmp_path / "out", world_size=2)
+    expected = weights(trained)
+    assert found.keys() == expected.keys()
+    assert all(x.equal(expected[name]) for name, x in found.items())
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {path.name for path in (trained / "hf").iterdir()}
+
+
+def test_another_step_is_the_model_of_that_step(tiny, files, trained, tmp_path):
+    found = exported(trained, tmp_path / "out", step=2)
+    earlier = train(settings(tiny, files, tmp_path / "short", num_steps=2))
+    assert all(x.equal(found[name]) for name, x in weights(earlier).items())
+    assert not all(x.equal(found[name]) for name, x in weights(trained).items())
+
+
+def test_what_cannot_be_exported_is_refused_in_a_line_and_nothing_is_written(trained, tmp_path):
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "model.safetensors").touch()
+    empty = tmp_path / "empty"
+    shutil.copytree(trained, empty, ignore=shutil.ignore_patterns("step-*"))
+    for directory, out, step, message in [
+        (trained, full, None, "full: is not empty; give another directory"),
+        (tmp_path, tmp_path / "new", None, "has no config.json; give the directory of a run"),
+        (trained, tmp_path / "new", 7, "has no saved state of step 7; there are: 1, 2, 3"),
+        (empty, tmp_path / "new", None, "has no saved state; there are: none"),
+    ]:
+        with pytest.raises(SystemExit, match=message):
+            exported(directory, out, step)
+    assert not (tmp_path / "new").exists() and (full / "model.safetensors").exists()

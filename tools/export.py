@@ -1,0 +1,63 @@
+"""Writes a saved state of a run as a Hugging Face directory, as the run itself does at its end.
+
+    bash launch.sh tools/export.py runs/grpo OUT              the newest state that is whole
+    bash launch.sh tools/export.py runs/grpo OUT --step 40    another one
+
+A run that was stopped has no hf/ yet, and --keep states beside the last may be the better ones. The
+weights are bf16 from a GPU, fp32 from a CPU. One rank per GPU shares them, as in training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import checkpoint
+import hub
+import model
+import reshard
+import run
+from examples import addition
+
+
+def main(args: argparse.Namespace) -> None:
+    mesh = run.init_distributed(seed=0, timeout_s=3600)
+    with run.refusals():
+        if args.out.exists() and any(args.out.iterdir()):
+            raise ValueError(f"{args.out}: is not empty; give another directory")
+        file = args.run / "config.json"
+        if not file.exists():
+            raise ValueError(f"{args.run}: has no config.json; give the directory of a run")
+        settings = json.loads(file.read_text())
+        path = settings["model_path"]
+        if path == "built-in":
+            path = addition.cached_model(settings["seed"])
+        path = hub.find_model(path, 1)
+        config = run.from_json(model.ModelConfig(), settings["model"] | {"compile": False})
+        policy = model.load_policy(path, mesh, config)
+        state = {"policy": checkpoint.TrainState(policy, ())}
+        step = checkpoint.load(args.run / "checkpoints", state, step=args.step)
+        if step == 0:
+            which = "state" if args.step is None else f"state of step {args.step}"
+            saved = ", ".join(map(str, run.saved_steps(args.run))) or "none"
+            raise ValueError(f"{args.run}: has no saved {which}; there are: {saved}")
+    dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
+    hub.save_safetensors(reshard.iter_full_params(policy, dtype=dtype), args.out)
+    if dist.get_rank() == 0:
+        hub.copy_model_files(path, args.out, dtype)
+        print(f"the model after step {step} is in {args.out}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, help="directory of the run")
+    parser.add_argument("out", type=Path, help="directory to write, new or empty")
+    parser.add_argument("--step", type=int, help="the state after this many steps")
+    main(parser.parse_args())
+    run.leave()
