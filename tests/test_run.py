@@ -599,13 +599,6 @@ def test_an_error_on_one_rank_ends_the_job_soon_with_its_traceback(tmp_path):
     )
 
 
-def test_a_state_is_saved_every_so_many_steps_and_after_the_last():
-    def saved(every):
-        return [step for step in range(5) if RunConfig(save_every=every).is_save_due(step, 5)]
-
-    assert (saved(0), saved(2), saved(5)) == ([], [1, 3, 4], [4])
-
-
 def is_at_work(pid):
     """Whether the process runs; one that has ended and that nobody asked for does not."""
     try:
