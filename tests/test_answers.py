@@ -430,3 +430,8 @@ def test_answers_beyond_the_limits_are_wrong_whatever_they_hold():
     assert math_reward(boxed("5." + "0" * 200), "5") == 0.0  # far longer than the gold one
     assert math_reward(boxed("{" * 10 + "5" + "}" * 10), "5") == 1.0
     assert math_reward(boxed("{" * 30 + "5" + "}" * 30), "5") == 0.0  # too deep
+
+
+def test_several_lines_without_a_box_or_a_sentence_give_no_answer():
+    assert extract_answer("3\n4") == ""
+    assert math_reward("3\n4", "3 4") == 0.0 and math_reward("3 4", "3 4") == 1.0

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from rows import best_time_s, make_model, random_sequences
 from torch import nn
 
+import attention
 from attention import packed_attention, rotary_limit, use_packed_attention
 from logprobs import token_logprobs
 from packing import pack
@@ -328,3 +329,22 @@ def test_transformers_makes_no_mask_and_looks_for_no_packed_sequences(monkeypatc
     model = make_model(kind)
     [row] = pack(random_sequences([(3, 9), (5, 1)]), 20)
     assert torch.isfinite(token_logprobs(model, row)[0]).all()
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_gpu_kernel_is_asked_for_the_past_inside_the_window(monkeypatch, window):
+    """The kernel's window is what lies before a token; ours counts the token itself as well."""
+
+    def kernel(q, k, v, starts, _, longest, __, *, scale, window_size, enable_gqa=False):
+        lengths = starts.diff().tolist()
+        before, after = window_size
+        assert longest == max(lengths) and after == 0
+        heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return reference(*heads_first, lengths, scale, before + 1 if before >= 0 else None)[0]
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    q, k, v = inputs(sum(LENGTHS), kv_heads=2)
+    edges = torch.tensor([0, *LENGTHS]).cumsum(0)
+    found = attention._varlen_attention(q, k, v, None, window, edges, max(LENGTHS))
+    expected = reference(q, k, v, LENGTHS, sliding_window=window)
+    torch.testing.assert_close(found, expected)

@@ -645,3 +645,56 @@ def test_a_hosts_own_directories_are_neither_removed_nor_loaded(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"step-001000", "step-9999999", "step-000008"}
     counter = Counter()
     assert load(tmp_path, {"counter": counter}) == 8 and counter.count == 8
+
+
+def test_the_first_rank_waits_for_the_files_of_a_slow_one(tmp_path, monkeypatch):
+    """Else it would miss them, and say that the ranks write to different directories."""
+
+    def job():
+        write = torch.save
+
+        def slow(*arguments):
+            time.sleep(0.5)
+            write(*arguments)
+
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(torch, "save", slow)
+        save(tmp_path, 1, {"generators": GeneratorState()})
+        monkeypatch.undo()
+        return load(tmp_path, {"generators": GeneratorState()})
+
+    assert run_ranks(2, job) == [1, 1]
+
+
+def test_without_weights_too_no_rank_begins_to_write_before_what_was_left_is_removed(
+    tmp_path, monkeypatch
+):
+    """The collectives that gather a model's state would hide it."""
+    left = tmp_path / ".step-000002" / "left"
+    left.mkdir(parents=True)
+
+    def job():
+        remove, write = shutil.rmtree, dcp.save
+        found = []
+
+        def slow(*arguments, **options):
+            time.sleep(0.5)
+            remove(*arguments, **options)
+
+        def watched(*arguments, **options):
+            found.append(left.exists())
+            return write(*arguments, **options)
+
+        monkeypatch.setattr(shutil, "rmtree", slow)
+        monkeypatch.setattr(dcp, "save", watched)
+        save(tmp_path, 2, {"generators": GeneratorState()})
+        return found
+
+    assert run_ranks(2, job) == [[False]] * 2
+
+
+def test_a_save_before_the_first_step_is_no_step_of_the_optimizer(tmp_path):
+    run = Run()
+    save(tmp_path, 0, run.state)
+    steps = [state["step"].item() for state in run.optimizer.state.values()]
+    assert steps and set(steps) == {0.0}

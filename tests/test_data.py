@@ -856,3 +856,7 @@ def test_sampling_seeds_follow_from_the_place_alone_and_differ_between_places():
 def test_weights_that_are_not_one_for_each_data_set_are_refused():
     with pytest.raises(ValueError, match="--data.weights 1.0 2.0: must be 1 numbers"):
         PromptStream([[Prompt([1], "a", "b", "s")]], weights=(1.0, 2.0))
+
+
+def test_the_last_of_several_hashes_counts():
+    assert only({"question": "a", "answer": "#### 5, no:\n#### 7"}).answer == "7"

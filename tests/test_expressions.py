@@ -115,3 +115,18 @@ def test_texts_are_split_outside_of_brackets_alone():
     assert bracketed("(1,2]") == ("(", "1,2", "]")
     assert bracketed("(1)(2)") == ("", "", "")
     assert bracketed("\\{1\\}") == ("\\{", "1", "\\}")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("\\log 1000", 3),
+        ("\\ln e", 1),
+        ("\\log_2 8", 3),
+        ("\\sin(30\\degree)", 0.5),
+        ("\\cos(\\pi)", -1),
+        ("\\sin^2(\\frac{\\pi}{6})", 0.25),
+    ],
+)
+def test_functions_have_their_usual_bases_and_units(text, value):
+    assert abs(read(text).value - value) < 1e-12

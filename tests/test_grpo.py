@@ -41,14 +41,16 @@ import grpo
 import ppo
 from attention import use_packed_attention
 from checkpoint import TrainState, load
+from data import Prompt
 from examples import addition
 from exchange import exchange
 from hf_backend import HfBackend
 from logprobs import token_logprobs
 from losses import actor_loss
+from metrics import Metrics
 from model import load_policy, optimizer_step
 from packing import BatchConfig, lay_out, sequence
-from reshard import sync_weights
+from reshard import sync_weights, verify_sync
 from rollout import Engine, Rollout, RolloutConfig
 from run import command_line, from_json
 from sampling import evaluate
@@ -1165,3 +1167,145 @@ def test_help_names_every_default(monkeypatch, capsys):
             assert name.replace("_", "-") in text, name
     assert "--loss.normalize" in text and "(default: token)" in text
     assert "--config FILE" in text  # a new user's finding: it stood in the README alone
+
+
+# What a run would not show by itself
+
+
+def test_the_second_epoch_has_a_ratio(tiny, files, tmp_path):
+    """One minibatch, two passes: the second one's old log-probabilities are those from before the
+    first.
+    """
+
+    def watched(*arguments):
+        loss, stats = actor_loss(*arguments)
+        with open(tmp_path / "ppo_kl", "a") as file:
+            print(stats["actor/ppo_kl"].item(), file=file)
+        return loss, stats
+
+    changes = dict(num_steps=1, batch=dict(num_minibatches=1, num_epochs=2))
+    train(settings(tiny, files, tmp_path, **changes), **{"losses.actor_loss": watched})
+    first, second = map(float, (tmp_path / "ppo_kl").read_text().split())
+    assert first == 0 and second > 1e-5
+
+
+@pytest.mark.parametrize(
+    "scale_by_std, expected",
+    [(True, [1.5, -0.5, -0.5, -0.5]), (False, [0.75, -0.25, -0.25, -0.25])],
+)
+def test_advantages_are_scaled_only_where_the_settings_say(scale_by_std, expected):
+    """Of rewards 1 0 0 0: the mean is 1/4, the deviation 1/2."""
+    changes = dict(advantage=dict(scale_by_std=scale_by_std), batch=dict(group_size=4))
+    groups = groups_of([[1.0, 0.0, 0.0, 0.0]], [[0, 0, 0, 0]])
+    found = grpo.compare(from_json(grpo.Args(), changes), groups)
+    assert found[0].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_overlong_response_loses_reward():
+    """Responses of 2 and 4 tokens, a limit of 4 and a buffer of 2: the second loses 1."""
+    rollouts = [
+        Rollout(torch.tensor([3]), torch.ones(n).long(), torch.zeros(n), n == 4) for n in (2, 4)
+    ]
+    changes = dict(advantage=dict(overlong_buffer=2, scale_by_std=False), batch=dict(group_size=2))
+    args = from_json(grpo.Args(), changes | dict(rollout=dict(max_response_tokens=4)))
+    found = grpo.compare(args, [grpo.Group(0, None, rollouts, [1.0, 1.0])])
+    assert found.tolist() == [[0.5, -0.5]]
+
+
+def test_samples_of_a_group_are_in_one_minibatch():
+    groups = groups_of([[1.0, 0.0], [0.0, 1.0]], [[0, 0], [0, 0]])
+    batch = dict(prompts_per_step=2, group_size=2, num_minibatches=2)
+    args = from_json(grpo.Args(), dict(batch=batch))
+    sequences, minibatches = grpo.to_sequences(
+        args, groups, torch.tensor([[1.0, -1.0], [-1.0, 1.0]])
+    )
+    assert minibatches == [0, 0, 1, 1]
+    assert [s["advantages"][-1].item() for s in sequences] == [1.0, -1.0, -1.0, 1.0]
+
+
+class Rounds:
+    """Stands for the sampler, the stream of prompts and the rule; `rewards` of each round."""
+
+    def __init__(self, *rewards):
+        self.rewards = iter(rewards)
+        self.seeds = []
+
+    def take(self, num_prompts):
+        return [Prompt([3], "1", "", "") for _ in range(num_prompts)]
+
+    def draw(self, engine, scorer, tokenizer, prompts, size, seed):
+        self.seeds.append(seed)
+        one = Rollout(torch.tensor([3]), torch.tensor([4]), torch.tensor([-1.0]), False)
+        return {position: [one] * size for position in range(len(prompts))}
+
+    def collect(self, num_samples):
+        rewards = next(self.rewards)
+        assert len(rewards) == num_samples
+        return rewards, {}
+
+
+def sampled(monkeypatch, rounds, tries):
+    """The groups of 2 that a step of 4 prompts keeps."""
+    monkeypatch.setattr("grpo.sampling.draw", rounds.draw)
+    batch = dict(prompts_per_step=4, group_size=2)
+    args = from_json(grpo.Args(), dict(batch=batch, resample_tries=tries))
+    return grpo.sample_groups(args, 0, None, rounds, None, rounds, Metrics())
+
+
+def test_groups_of_two_rounds_have_positions_of_their_own(monkeypatch):
+    """Two of four have spread, then two of two. Minibatches are cut by positions."""
+    rounds = Rounds([0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0], [1.0, 0.0, 1.0, 0.0])
+    kept = sampled(monkeypatch, rounds, tries=2)
+    assert [group.position for group in kept] == [0, 1, 4, 5]
+    assert [group.rewards for group in kept] == [[0.0, 1.0]] * 2 + [[1.0, 0.0]] * 2
+
+
+def test_each_round_of_a_step_has_a_seed_of_its_own(monkeypatch):
+    """With one seed the rounds would draw what has no spread again."""
+    rounds = Rounds([0.0] * 8, [0.0] * 8, [0.0, 1.0] * 4)
+    assert len(sampled(monkeypatch, rounds, tries=3)) == 4
+    assert len(set(rounds.seeds)) == 3
+
+
+def test_verify_sync_runs_after_each_sync(tiny, files, tmp_path):
+    def checked(*arguments, **options):
+        verify_sync(*arguments, **options)
+        with open(tmp_path / "checks", "a") as file:
+            print("verified", file=file)
+
+    args = settings(tiny, files, tmp_path, verify_sync=True)
+    train(args, **{"reshard.verify_sync": checked})
+    assert (tmp_path / "checks").read_text().split() == ["verified"] * 2
+
+
+def test_the_reference_is_refreshed_after_every_so_many_steps(tiny, files, tmp_path):
+    """Every 2: the policy is the reference in steps 0 and 2, and has left it in 1 and 3."""
+    changes = dict(num_steps=4, refresh_every=2, loss=dict(kl_coef=0.01))
+    args = settings(tiny, files, tmp_path, batch=dict(num_minibatches=1), **changes)
+    distances = [record["actor/kl_loss"] for record in records(train(args))]
+    assert [x > 0.01 for x in distances] == [False, True, False, True]
+    assert distances[0] == distances[2] == 0
+
+
+def test_the_rate_is_that_of_the_schedule(tiny, files, tmp_path):
+    """Half of the peak in the one step of warm-up, the peak, and a tenth of it in the last."""
+    changes = dict(num_steps=3, optim=dict(warmup_steps=1, decay="linear"))
+    found = records(train(settings(tiny, files, tmp_path, **changes)))
+    assert [record["actor/lr"] for record in found] == pytest.approx([0.5e-2, 1e-2, 1e-3])
+
+
+def test_the_seed_orders_the_prompts(tiny, files, tmp_path):
+    orders = []
+    for seed in (0, 1):
+        args = settings(tiny, files, tmp_path / str(seed), seed=seed, num_steps=1)
+        orders.append([sample["prompt"] for sample in samples(train(args, **SCRIPTED))])
+    assert len(orders[0]) == 4 and orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+def test_a_data_set_of_nearly_all_weight_gives_nearly_all_prompts(tiny, files, tmp_path, entry):
+    """The larger set by far has the smaller weight: 3 prompts of the other one in 2 steps of 4."""
+    paths = tuple(str(files / name) for name in ("16.jsonl", "3.jsonl"))
+    changes = dict(data_paths=paths, data=dict(weights=(1.0, 1e6)))
+    found = samples(train(settings(tiny, files, tmp_path, entry, **changes), **SCRIPTED))
+    assert len(found) == 8 and len({sample["prompt"] for sample in found}) == 3

@@ -164,3 +164,14 @@ def test_a_process_is_as_old_as_it_is():
     root = os.path.dirname(hardware.__file__)
     job = subprocess.run([sys.executable, "-c", code, root], capture_output=True, text=True)
     assert 0.3 <= float(job.stdout) < 2.0
+
+
+def test_a_phase_has_the_most_memory_that_was_seen_and_a_mean_of_ten_samples_or_more():
+    device = hardware.Device()
+    device._samples = [
+        (("update",), busy, gb) for busy, gb in ((40.0, 1.0), (60.0, 3.0), (50.0, 2.0))
+    ]
+    assert device.max_memory_gb() == {"": 3.0, "update": 3.0}
+    assert device.mean_utilization("update") is None
+    device._samples *= 4
+    assert device.mean_utilization("update") == 50.0

@@ -1,6 +1,7 @@
 """A Hugging Face directory: what is found, what is refused, and what an export writes."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -12,6 +13,7 @@ from rows import make_model
 from safetensors.torch import load_file
 from tiny import save_tiny
 
+import hub
 from hub import (
     copy_model_files,
     export,
@@ -489,3 +491,29 @@ def test_a_tokenizer_that_is_missing_or_of_another_kind_is_refused_by_its_model(
 
 def test_a_good_tokenizer_loads(paths):
     assert load_tokenizer(paths["qwen2"], "--model a/b")("1+2=").input_ids == [3, 12, 4, 13]
+
+
+def test_the_memory_plan_is_of_a_rank_and_adam_has_two_moments(tmp_path):
+    """2^30 parameters, in a file without a body that takes room: 4 GiB of fp32 over the ranks."""
+    shape = {"dtype": "I8", "shape": [1 << 30], "data_offsets": [0, 1 << 30]}
+    header = json.dumps({"x": shape}).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (1 << 30))
+    for world_size, sizes in ((1, [4, 4, 8]), (2, [2, 2, 4])):
+        [plan, *_] = run_ranks(world_size, memory_plan, str(tmp_path), "float32", 1)
+        found = re.findall(r"(?:weights|gradients|optimizer) ([\d.]+)", plan)
+        assert [float(x) for x in found] == sizes
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_download_that_fails_on_one_rank_stops_all_with_its_message(failing):
+    """The first rank of the host downloads, the other one looks into the cache."""
+
+    def job():
+        problem = "the disk is full" if dist.get_rank() == failing else None
+        hub._snapshot = lambda name, flag: ("somewhere", problem)
+        with pytest.raises(ValueError, match="the disk is full"):
+            hub._fetch("somebody/model", "--model")
+
+    run_ranks(2, job)

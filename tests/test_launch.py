@@ -947,3 +947,28 @@ def test_the_console_of_the_built_in_job_is_the_plan_then_the_steps(tmp_path, sc
     lines = [line for line in out.splitlines() if not line.startswith("built-in")]  # made once
     words = [*models, "data", "ranks", "batch", "step", "step", "the"]
     assert [line.split()[0] for line in lines] == words, out
+
+
+def test_cores_of_ranges_are_all_of_them():
+    assert launch.cores_of("0-3,8") == {0, 1, 2, 3, 8}
+
+
+def test_an_old_package_does_not_meet_a_requirement():
+    assert launch.met("pytest>=1")
+    assert not launch.met("pytest>=999") and not launch.met("no-such-package>=1")
+
+
+def test_links_are_those_of_the_chosen_gpus_and_all_must_have_a_place(capsys):
+    core = min(os.sched_getaffinity(0))
+    lines = ["\tGPU0\tGPU1\tGPU2\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID"]
+    lines += [f"GPU0\t X \tNV18\tPIX\t{core}\t0\tN/A", f"GPU1\tNV18\t X \tSYS\t{core}\t0\tN/A"]
+    lines += [f"GPU2\tPIX\tSYS\t X \t{core}\tN/A\tN/A"]
+    gpus = "\n".join(f"{i}, GPU-a{i}, H200" for i in range(3))
+    launch.topology("0,1", gpus, "\n".join(lines), "policy: default")
+    printed = capsys.readouterr()
+    assert "GPU0 GPU1 of 3 H200, linked by NV18, on NUMA node 0; each rank is bound" in printed.err
+    assert printed.out == "--numa-binding=node\n"
+    launch.topology("0,2", gpus, "\n".join(lines), "policy: default")
+    printed = capsys.readouterr()
+    assert "linked by PIX, on NUMA node 0 and unknown; each rank is free" in printed.err
+    assert printed.out == "\n"

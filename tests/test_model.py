@@ -857,3 +857,36 @@ def test_after_a_warm_up_with_rows_of_all_sizes_no_other_row_compiles_anything(p
     assert not ModelConfig().compile  # on a CPU it takes longer than what it saves
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert ModelConfig().compile
+
+
+def test_a_step_is_of_the_given_rate_and_by_the_betas_of_the_settings():
+    """Adam's first step is of the rate's size, whatever the gradient's. In the second one, with no
+    gradient, of the first moment b1 is left, of the second b2, each over its own correction.
+    """
+    linear = torch.nn.Linear(2, 2, bias=False)
+    optimizer = make_optimizer(linear, OptimConfig(betas=(0.5, 0.75)), 1.0)
+    moves = []
+    for gradient in (3.0, 0.0):
+        before = linear.weight.detach().clone()
+        linear.weight.grad = torch.full((2, 2), gradient)
+        optimizer_step(linear, optimizer, 1e-3, math.inf)
+        moves.append((before - linear.weight.detach()).mean().item())
+    b1, b2 = 0.5, 0.75
+    second = b1 * (1 - b1) / (1 - b1**2) / math.sqrt(b2 * (1 - b2) / (1 - b2**2))
+    assert moves == pytest.approx([1e-3, 1e-3 * second], rel=1e-3)
+    assert linear.weight.grad is None
+
+
+def test_the_norm_that_is_returned_is_that_of_all_ranks(paths):
+    """Of N gradients of 1/2: sqrt(N) / 2, from one rank and from two."""
+
+    def job():
+        policy = load(paths["qwen2"])
+        optimizer = make_optimizer(policy, OptimConfig(), 1e-3)
+        with_gradient(policy, 0.5)
+        num_weights = sum(p.numel() for p in policy.parameters())
+        return optimizer_step(policy, optimizer, 1e-3, 1.0), math.sqrt(num_weights) / 2
+
+    for world_size in (1, 2):
+        for norm, expected in run_ranks(world_size, job):
+            assert norm == pytest.approx(expected, rel=1e-5)

@@ -648,3 +648,26 @@ def test_rows_of_all_sizes_go_from_a_full_one_to_an_empty_one():
         31,
         1,
     ]
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_ranks_run_as_many_rows_as_the_one_with_the_most_whichever_it_is(most):
+    def layout():
+        num_sequences = 3 if dist.get_rank() == most else 1
+        return len(pack_alike([{"tokens": ids(4, 5, 6)}] * num_sequences, 3))
+
+    assert run_ranks(2, layout) == [3, 3]
+
+
+def test_minibatches_are_slices_of_the_prompts_of_all_ranks():
+    def places():
+        config = BatchConfig(prompts_per_step=4, num_minibatches=2)
+        return config.minibatches([[3, 2], [0, 1]][dist.get_rank()])
+
+    assert run_ranks(2, places) == [[1, 1], [0, 0]]
+
+
+def test_an_empty_row_has_no_response_token_whether_or_not_its_names_are_known():
+    for like in (None, sequence(ids(1), ids(2), advantages=0.0)):
+        [row] = pack([], 8, num_rows=1, like=like)
+        assert row.fields["response_mask"].tolist() == [False] and row.num_response_tokens == 0

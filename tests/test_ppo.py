@@ -21,7 +21,7 @@ from advantages import estimate
 from attention import use_packed_attention
 from examples import addition
 from logprobs import token_values
-from losses import actor_loss
+from losses import actor_loss, critic_loss
 from model import optimizer_step
 from packing import pack, sequence
 from reshard import verify_sync
@@ -423,3 +423,139 @@ def test_a_reward_model_with_other_tokens_or_none_is_refused(tiny, files, tmp_pa
     for reward_model, message in cases:
         with pytest.raises(SystemExit, match=f"error: --reward-model {reward_model}: {message}"):
             train(job(tiny, files, tmp_path, reward_model_path=reward_model))
+
+
+# What a run would not show by itself
+
+
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+def test_the_target_kl_is_that_of_all_ranks_together(tiny, files, tmp_path, entry):
+    """One minibatch, two passes, and 0.9 of the second one's KL for a target: it is not taken. Each
+    of the two ranks has a part of that KL alone, which is below the target.
+    """
+
+    def counted(model, *rest):
+        with open(tmp_path / "steps", "a") as file:
+            print("critic" if hasattr(model, "score") else "policy", file=file)
+        return optimizer_step(model, *rest)
+
+    changes = dict(num_steps=1, batch=dict(num_minibatches=1, num_epochs=2))
+    free = train(settings(tiny, files, tmp_path / "free", entry, **changes), 2, **SCRIPTED)
+    # The mean over both passes, of which the first one's is 0.
+    second = 2 * records(free)[0]["actor/ppo_kl"]
+    changes["loss"] = dict(target_kl=0.9 * second)
+    args = settings(tiny, files, tmp_path / "held", entry, **changes)
+    train(args, 2, **SCRIPTED, **{"model.optimizer_step": counted})
+    assert (tmp_path / "steps").read_text().split().count("policy") == 2 * 1
+
+
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+def test_a_refused_gradient_is_in_no_later_step(tiny, files, tmp_path, entry):
+    """Of two minibatches the second is beyond the target, in both steps. Before each of the four
+    the policy has no gradient.
+    """
+    actor_gradients = entry.actor_gradients
+
+    def watched(args, policy, *rest):
+        with open(tmp_path / "left", "a") as file:
+            print(any(p.grad is not None for p in policy.parameters()), file=file)
+        return actor_gradients(args, policy, *rest)
+
+    args = settings(tiny, files, tmp_path, entry, loss=dict(target_kl=1e-9))
+    train(args, **{f"{entry.__name__}.actor_gradients": watched})
+    assert (tmp_path / "left").read_text().split() == ["False"] * 4
+
+
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+def test_each_batch_is_sampled_from_the_weights_of_the_last_update(tiny, files, tmp_path, entry):
+    """Sampler and trainer give the same log-probabilities, also when the weights have moved."""
+    args = settings(tiny, files, tmp_path, entry, batch=dict(num_minibatches=1), num_steps=3)
+    found = records(train(args))
+    assert all(record["rollout_corr/abs_diff_max"] < 1e-4 for record in found)
+    assert all(record["actor/grad_norm"] > 0 for record in found)
+
+
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+def test_each_minibatch_is_divided_by_its_own_tokens(tiny, files, tmp_path, entry):
+    """A minibatch is one row here, so the tokens of the row are those of the minibatch."""
+
+    def watched_as(loss):
+        def watched(*arguments):
+            row, totals = arguments[-4:-2] if loss is actor_loss else arguments[1:3]
+            with open(tmp_path / "tokens", "a") as file:
+                print(row.num_response_tokens, totals["tokens"], file=file)
+            return loss(*arguments)
+
+        return watched
+
+    losses = {"losses.actor_loss": watched_as(actor_loss)}
+    losses |= {"losses.critic_loss": watched_as(critic_loss)}
+    train(settings(tiny, files, tmp_path, entry), **SCRIPTED, **losses)
+    pairs = [line.split() for line in (tmp_path / "tokens").read_text().splitlines()]
+    assert len(pairs) == (4 if entry is grpo else 8)
+    assert all(tokens == total for tokens, total in pairs)
+    assert len({total for _, total in pairs}) > 1
+
+
+def test_the_penaltys_weight_moves_by_the_responses_once_a_batch(tiny, files, tmp_path):
+    """8 prompts x 2 responses are half of the horizon: a tenth less, for a batch of two steps."""
+    changes = dict(num_steps=4, rollout_every=2, batch=dict(group_size=2))
+    gae = dict(kl_coef=0.1, kl_target=100.0, kl_horizon=32)
+    found = records(train(job(tiny, files, tmp_path, gae=gae, **changes)))
+    coefficients = [r["actor/reward_kl_penalty_coeff"] for r in found[::2]]
+    assert coefficients == pytest.approx([0.1, 0.09])
+
+
+def test_8_bit_gradients_are_the_critics_too(tiny, files, tmp_path):
+    norms = []
+    for switch in (False, True):
+        changes = dict(quantize_gradients=switch, num_steps=1)
+        run = train(job(tiny, files, tmp_path / str(switch), **changes), 2, **SCRIPTED)
+        norms.append(records(run)[0]["critic/grad_norm"])
+    assert norms[0] != norms[1] == pytest.approx(norms[0], rel=0.05)
+
+
+def test_each_batch_has_a_seed_of_its_own(tiny, files, tmp_path):
+    """One prompt and a policy that stays: 16 responses of two steps, all different."""
+    one = dict(data_paths=(str(files / "1.jsonl"),), rollout=dict(ignore_eos=True))
+    run = train(job(tiny, files, tmp_path, learning_rate=1e-30, **one))
+    responses = [sample["response"] for sample in samples(run)]
+    assert len(set(responses)) == len(responses) == 16
+
+
+def test_rows_of_the_critic_add_up_on_all_ranks(tiny, files, tmp_path):
+    """One row a minibatch on one rank, many on two."""
+    norms = []
+    for world_size, tokens_per_row in ((1, 512), (2, 22)):
+        changes = dict(num_steps=1, batch=dict(tokens_per_row=tokens_per_row, group_size=4))
+        args = job(tiny, files, tmp_path / str(world_size), **changes)
+        norms.append(records(train(args, world_size, **SCRIPTED))[0]["critic/grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+
+
+def test_the_critic_begins_as_the_reward_model(tiny, files, tmp_path):
+    """Unless it has a path of its own. A head of zeros would explain exactly nothing."""
+    reward_model = random_reward_model(tmp_path / "reward")
+    run = train(job(tiny, files, tmp_path, num_steps=1, reward_model_path=reward_model))
+    assert abs(records(run)[0]["critic/vf_explained_var"]) > 1e-3
+
+
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+def test_beyond_the_target_kl_no_later_minibatch_of_the_step_is_taken(tiny, files, tmp_path, entry):
+    """Of four the second is beyond the target, and the last two would not be."""
+    actor_gradients = entry.actor_gradients
+    kls = iter([0.0, 1.0, 0.0, 0.0])
+
+    def scripted(*arguments):
+        actor_gradients(*arguments)
+        return torch.tensor(next(kls))
+
+    def counted(model, *rest):
+        with open(tmp_path / "steps", "a") as file:
+            print("critic" if hasattr(model, "score") else "policy", file=file)
+        return optimizer_step(model, *rest)
+
+    changes = dict(num_steps=1, batch=dict(num_epochs=2), loss=dict(target_kl=0.5))
+    replaced = {f"{entry.__name__}.actor_gradients": scripted, "model.optimizer_step": counted}
+    train(settings(tiny, files, tmp_path, entry, **changes), **replaced)
+    assert (tmp_path / "steps").read_text().split().count("policy") == 1

@@ -557,6 +557,15 @@ def test_drawing_takes_at_most_2_percent_of_the_time(tmp_path, monkeypatch):
     assert drawn == [0.0, 73.0, 146.0, 195.0]  # after 51 s or more, and at the end
 
 
+def test_a_sample_has_the_advantage_of_its_own_group(tmp_path):
+    """The first one of each group of two."""
+    groups = [group(str(i), torch.tensor([i]), float(i)) for i in range(2)]
+    advantages = torch.tensor([[0.5, -0.5], [1.5, -1.5]])
+    Report(tmp_path, QUIET, 1).write_samples(0, groups, str, advantages)
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["advantage"] for line in lines] == [0.5, 1.5]
+
+
 def test_the_time_before_the_first_step_is_one_line_by_its_parts(tmp_path, capsys):
     times = {"timing_s/import": 4.04, "timing_s/engine": 31.0, "timing_s/step": 35.04}
     Report(tmp_path, QUIET, 1).write_start(times | {"perf/host_memory_gb": 1.0})

@@ -572,3 +572,18 @@ def test_a_slice_of_a_vocabulary_that_is_filled_up_is_no_difference():
     engine.config.tensor_parallel_size = 1  # a whole vocabulary cannot be all zeros
     with pytest.raises(RuntimeError, match="1 of 3 engine parameters .*attn.norm.weight"):
         verify_sync(model, engine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_rank_sends_what_it_has_in_the_engines_type_too(paths, dtype):
+    """Where nothing is gathered, and of parts that are not sharded."""
+
+    def job():
+        policy = load(paths["qwen2"])
+        engine = Recorder(policy)
+        engine.dtype = dtype
+        num_parameters = sum(p.numel() for p in policy.parameters())
+        assert sync_weights(policy, engine) == dtype.itemsize * num_parameters
+
+    run_ranks(1, job)
+    assert {x.dtype for x in full(Blocks(), dtype).values()} == {dtype}

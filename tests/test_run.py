@@ -675,3 +675,17 @@ def test_a_rank_that_is_stopped_is_told_of_by_the_flag(tmp_path):
     job = subprocess.run([sys.executable, *torchrun, str(file)], env=environment, **options)
     told = "[rank 0] error: --timeout-s 3: another rank did not answer for so long"
     assert job.returncode != 0 and told in job.stderr, job.stderr
+
+
+@dataclass(frozen=True)
+class OfARun:
+    run: RunConfig
+
+
+def test_the_settings_file_of_a_resumed_run_starts_a_new_one(tmp_path):
+    file = tmp_path / "x" / "config.json"
+    file.parent.mkdir()
+    file.write_text("{}")
+    resumed = RunConfig(output_dir=str(tmp_path), name="x", resume=True)
+    resumed.open(OfARun(resumed))
+    assert json.loads(file.read_text())["run"]["resume"] is False

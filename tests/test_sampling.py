@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engines import EOS
+from ranks import run_ranks
 
 import sampling
 from data import Prompt
@@ -205,3 +206,50 @@ def test_responses_of_one_step_are_decoded_together():
     )
     draw(engine, scorer, watched, ended, 2, seed=0)
     assert seen == [4] and len(scorer) == 4
+
+
+def test_begins_ends_and_pads_inside_a_response_are_no_content():
+    scorer = Submitted()
+    tokenizer = addition.make_tokenizer()
+    pad = tokenizer.pad_token_id
+    engine = engine_that_ends(response=(pad, 3, EOS, 4, pad), truncated=True)
+    draw(engine, scorer, tokenizer, [Prompt([3], "1", "", "", {})], 1, seed=0)
+    assert scorer[0]["response"] == tokenizer.decode([3, 4])
+
+
+def test_a_response_is_scored_in_its_own_place_on_every_rank():
+    """3 prompts x 2 samples on 2 ranks: one prompt on the first, two on the second. The places are
+    those of the flat order of what a rank owns.
+    """
+
+    def job():
+        engine = engine_that_ends(response=(3, EOS))
+        ended = []
+        drawn = engine.generate_share([[3], [4], [5]], 2, seed=0, on_finished=ended.extend)
+        flat = [(p, rollout) for p, rollouts in drawn.items() for rollout in rollouts]
+        for place, position, rollout in ended:
+            assert flat[place][0] == position and flat[place][1] is rollout
+        return [place for place, _, _ in ended], [position for _, position, _ in ended]
+
+    assert run_ranks(2, job) == [([0, 1], [0, 0]), ([0, 1, 2, 3], [1, 1, 2, 2])]
+
+
+def test_a_group_has_the_rewards_of_its_own_samples():
+    one = Rollout(torch.tensor([3]), torch.tensor([4]), torch.tensor([-1.0]), False)
+    prompts = [Prompt([i], f"p{i}", "", "", {}) for i in range(3)]
+    groups = sampling.to_groups(prompts, {2: [one] * 2, 0: [one] * 2}, [1.0, 2.0, 3.0, 4.0])
+    assert [(g.position, g.prompt.text, g.rewards) for g in groups] == [
+        (2, "p2", [1.0, 2.0]),
+        (0, "p0", [3.0, 4.0]),
+    ]
+
+
+def test_an_end_of_turn_that_ended_a_response_is_no_part_of_it():
+    """Of a tokenizer with an end of turn beside its end."""
+    scorer = Submitted()
+    tokenizer = addition.make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
+    end = tokenizer.convert_tokens_to_ids("<end_of_turn>")
+    engine = engine_that_ends(response=(3, end))
+    draw(engine, scorer, tokenizer, [Prompt([3], "1", "", "", {})], 1, seed=0)
+    assert scorer[0]["response"] == tokenizer.decode([3])

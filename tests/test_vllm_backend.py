@@ -1,6 +1,7 @@
 """What is asked of vLLM: eight bits, an fp32 residual stream, models taken from Transformers."""
 
 import contextlib
+import os
 
 import pytest
 import torch
@@ -250,3 +251,17 @@ def test_a_model_that_vllm_does_not_take_is_refused_in_a_line(
     told = [line for line in output.splitlines() if "error: --rollout.engine vllm" in line]
     assert code != 0 and len(set(told)) == 1 and why in told[0] and "engine hf" in told[0], output
     assert num_ranks or "Traceback" not in output  # of torchrun, where there are several
+
+
+def test_building_an_engine_takes_nothing_from_the_trainers_generator_and_threads(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    set_num_threads = torch.set_num_threads
+    with vllm_backend._globals_restored():
+        torch.manual_seed(0)
+        torch.set_num_threads = None
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.set_num_threads is set_num_threads
+    assert os.environ["LOCAL_WORLD_SIZE"] == "3"

@@ -1,11 +1,18 @@
 """Worker: how functions are called, and which of their values are rewards."""
 
+import json
+import multiprocessing
 import re
+import subprocess
+import sys
+import time
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 import torch
 
+import worker
 from worker import evaluate, load_function
 
 
@@ -144,3 +151,28 @@ def test_a_function_that_exits_is_an_error_of_its_samples():
 def test_built_in_rules_are_functions_of_the_file_beside():
     assert load_function("math", 1.0)("\\boxed{0.5}", "1/2") == 1.0
     assert load_function("exact", 1.0)(["0.5"], ["1/2"]) == [0.0]
+
+
+def test_what_a_function_has_started_ends_with_its_worker(tmp_path):
+    """The trainer is gone: nobody else kills it."""
+    file = tmp_path / "starts.py"
+    text = "import subprocess\ndef f(response):\n    return subprocess.Popen(['sleep', '60']).pid\n"
+    file.write_text(text)
+    ours, theirs = multiprocessing.Pipe()
+    with subprocess.Popen(
+        [sys.executable, worker.__file__, str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+    ):
+        theirs.close()
+        ours.send(((f"{file}:f",), 5.0, 0))
+        assert json.loads(ours.recv_bytes())[0]["required"] == ["response"]
+        ours.send((0, [{"response": ""}], 5.0))
+        [[pid, _]] = json.loads(ours.recv_bytes())
+        assert Path(f"/proc/{pid:.0f}").exists()
+        ours.close()
+    status = Path(f"/proc/{pid:.0f}/stat")
+    limit = time.monotonic() + 5
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < limit, "it goes on"
+        time.sleep(0.02)
