@@ -149,9 +149,7 @@ class Scorer:
         assert index not in self._samples, f"sample {index} was submitted twice"
         self._samples[index] = sample
         pickled, reason = _pickled(sample)  # each by itself: an error is of this sample alone
-        for name in self.config.functions:
-            if self._batched[name]:
-                continue
+        for name in [name for name in self.config.functions if not self._batched[name]]:
             future = Future()
             self._futures[name, index] = future
             if reason:
@@ -199,15 +197,19 @@ class Scorer:
         question = (self.config.functions.index(name), samples, limit_s)
         replies = worker.ask(question, limit_s, num_replies) if samples else []
         if replies and isinstance(replies[-1], str):
-            worker.kill()
-            try:
-                self._start()
-            except OSError:  # no process: the next call, which waits for a worker, tries again
-                self._idle.put(worker)
-                raise
+            self._replace(worker)
             return [*replies[:-1], [(None, replies[-1])]]
         self._idle.put(worker)
         return replies
+
+    def _replace(self, worker) -> None:
+        """A new idle worker in place of one that failed."""
+        try:
+            worker.kill()
+            self._start()
+        except OSError:  # no process: the next call, which waits for a worker, tries again
+            self._idle.put(worker)
+            raise
 
     def collect(self, num_samples: int) -> Scores:
         """Waits for samples 0..num_samples-1; returns (rewards, stats).
@@ -299,7 +301,6 @@ def score(functions: Any, samples: list[dict], *, time_limit_s=5.0, num_workers=
 
 
 def _pickled(sample: dict) -> tuple[bytes, str]:
-    """(the pickled sample, "") or (b"", why there is none)."""
     try:
         return pickle.dumps(sample), ""
     except UNPICKLABLE as error:

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import pickle
 import re
 import subprocess
 import sys
@@ -167,7 +168,7 @@ def test_what_a_function_has_started_ends_with_its_worker(tmp_path):
         theirs.close()
         ours.send(((f"{file}:f",), 5.0, 0))
         assert json.loads(ours.recv_bytes())[0]["required"] == ["response"]
-        ours.send((0, [{"response": ""}], 5.0))
+        ours.send((0, [pickle.dumps({"response": ""})], 5.0))
         [[pid, _]] = json.loads(ours.recv_bytes())
         assert Path(f"/proc/{pid:.0f}").exists()
         ours.close()
