@@ -13,6 +13,7 @@ a step. Source: matplotlib; without it nothing is drawn.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import json
@@ -72,5 +73,20 @@ def _can_be_drawn(x) -> bool:
     return isinstance(x, (int, float)) and abs(x) < 1e30  # axes overflow above
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The picture of a run, from its metrics.jsonl.")
+    parser.add_argument("metrics", type=Path)
+    parser.add_argument("picture", type=Path)
+    args = parser.parse_args()
+    if importlib.util.find_spec("matplotlib") is None:
+        sys.exit("error: needs matplotlib; install it with: pip install matplotlib")
+    if args.picture.suffix != ".png":
+        sys.exit(f"error: {args.picture}: must end in .png")
+    try:
+        plot(args.metrics, args.picture)
+    except OSError as error:
+        sys.exit(f"error: {error.filename}: {error.strerror}")
+
+
 if __name__ == "__main__":
-    plot(Path(sys.argv[1]), Path(sys.argv[2]))
+    main()

@@ -41,3 +41,19 @@ def test_it_is_a_command_too(tmp_path):
     files = [str(tmp_path / name) for name in ("metrics.jsonl", "again.png")]
     subprocess.run([sys.executable, curves.__file__, *files], check=True)
     assert (tmp_path / "again.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["missing.jsonl", "x.png"], "error: missing.jsonl: No such file or directory"),
+        (["metrics.jsonl", "x.pdf"], "error: x.pdf: must end in .png"),
+        (["metrics.jsonl", "none/x.png"], "error: none/x.part.png: No such file or directory"),
+    ],
+    ids=["no file", "no picture", "no folder"],
+)
+def test_a_wrong_command_is_a_line(tmp_path, arguments, told):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}')
+    command = [sys.executable, curves.__file__, *arguments]
+    job = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (job.returncode, job.stderr.strip()) == (1, told)
