@@ -13,6 +13,7 @@ a step. Source: matplotlib; without it nothing is drawn.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import json
@@ -52,8 +53,8 @@ def plot(metrics_file: Path, out_file: Path) -> None:
         if axis.lines:
             axis.legend(fontsize=8)
     figure.tight_layout()
-    part = out_file.with_suffix(".part")
-    figure.savefig(part, dpi=90, format=out_file.suffix[1:] or "png")
+    part = out_file.with_suffix(".part.png")
+    figure.savefig(part, dpi=90)
     part.rename(out_file)
 
 
@@ -72,12 +73,20 @@ def _can_be_drawn(x) -> bool:
     return isinstance(x, (int, float)) and abs(x) < 1e30  # axes overflow above
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: python curves.py METRICS.jsonl PICTURE.png")
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The picture of a run, from its metrics.jsonl.")
+    parser.add_argument("metrics", type=Path)
+    parser.add_argument("picture", type=Path)
+    args = parser.parse_args()
     if importlib.util.find_spec("matplotlib") is None:
-        sys.exit(f"error: curves.py needs matplotlib: {sys.executable} -m pip install matplotlib")
+        sys.exit("error: needs matplotlib; install it with: pip install matplotlib")
+    if args.picture.suffix != ".png":
+        sys.exit(f"error: {args.picture}: must end in .png")
     try:
-        plot(Path(sys.argv[1]), Path(sys.argv[2]))
-    except (OSError, ValueError) as error:  # a file that is not there, a format that is unknown
-        sys.exit(f"error: {error}")
+        plot(args.metrics, args.picture)
+    except OSError as error:
+        sys.exit(f"error: {error.filename}: {error.strerror}")
+
+
+if __name__ == "__main__":
+    main()

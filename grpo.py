@@ -14,10 +14,11 @@ For each of P prompts the policy samples a group of G responses; each gets a rew
 
 pi is the policy as it is trained, pi_old the policy before this step's update, pi_ref the policy
 before the run. pi_sampler is pi_old as the engine computes it: other kernels, other rounding. The
-logarithms of all four at the sampled tokens are logprobs.token_logprobs.
+logarithms of all four at the sampled tokens are logprobs.token_logprobs. H is the entropy.
 
-`main` has the six phases. All sizes that a user gives are over all ranks; gradients do not depend
-on the number of ranks or rows. Source: Shao 2024 (arXiv:2402.03300).
+`main` has the six phases of a step. A minibatch is what one optimizer step sees, a row several
+sequences end to end. All sizes that a user gives are over all ranks; gradients do not depend on the
+number of ranks or rows. Source: Shao 2024 (arXiv:2402.03300).
 
 Variants are flags; the defaults are GRPO with DAPO's divisor and clip, and no KL term:
     Paper      --loss.normalize sequence --loss.clip-high 0.2 --loss.kl-coef 0.04
@@ -137,9 +138,10 @@ class Args:
             require(tries == 1, "--resample-tries", tries, rule)
             alone = self.advantage.baseline == "batch"
             require(alone, "--group-size", 1, "at least 2; try 8")
-        if not self.loss.kl_coef:
-            never = self.refresh_every == 0
-            require(never, "--refresh-every", self.refresh_every, "0 without --loss.kl-coef")
+        every = self.refresh_every
+        require(every >= 0, "--refresh-every", every, "at least 0 (never)")
+        has_use = self.loss.kl_coef or every == 0
+        require(has_use, "--refresh-every", every, "0 without --loss.kl-coef")
         buffer = self.advantage.overlong_buffer
         limit = self.rollout.max_response_tokens
         rule = f"at most --rollout.max-response-tokens {limit}"
@@ -194,7 +196,7 @@ def main(asked: Args) -> None:
             group_advantages = compare(args, groups)  # [P of this rank, G]
 
             # 3. Lay out. A minibatch is a fixed slice of the global prompt order; its rows stay
-            # the same for all passes and epochs.
+            # the same for all passes.
             sequences, minibatch_of = to_sequences(args, groups, group_advantages)
             rows, totals = packing.lay_out(
                 sequences, minibatch_of, args.batch, exchange=exchange.exchange, like=EMPTY
@@ -219,7 +221,7 @@ def main(asked: Args) -> None:
             for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
                 kl = actor_gradients(args, policy, rows[m], totals[m], meter)
                 if args.loss.target_kl and metrics.total(kl) > args.loss.target_kl:
-                    policy.zero_grad()  # neither this step is taken nor any later one of the batch
+                    policy.zero_grad()  # no further optimizer step on this batch, nor this one
                     break
                 norm = model.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
                 guard.count("actor", norm, step, rows[m], meter)

@@ -181,7 +181,7 @@ def main(asked: Args) -> None:
             groups = score(args, prompts, drawn, scorer, reward_model, meter)
 
         # 3. Lay out. A minibatch is a fixed slice of the global prompt order; its rows stay
-        # the same for all passes and epochs.
+        # the same for all passes.
         with meter.timer("layout"):
             sequences, minibatch_of = to_sequences(args, groups)
             rows, totals = packing.lay_out(
@@ -357,7 +357,7 @@ def update(args: Args, step: int, policy, critic, optimizers, rows, totals, mete
             continue
         kl = actor_gradients(args, policy, rows[m], totals[m], meter)
         if args.loss.target_kl and metrics.total(kl) > args.loss.target_kl:
-            policy.zero_grad()  # neither this step is taken nor any later one of the batch
+            policy.zero_grad()  # no further optimizer step on this batch, nor this one
             actor_learns = False
             continue
         norm = model.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)

@@ -173,6 +173,7 @@ def _to_json(settings: Any) -> dict[str, Any]:
 # What a saved state follows from. A resumed run takes all else from its flags, and prints it.
 FIXED_ON_RESUME = ("--seed", "--model", "--reward-model", "--critic.path", "--model.master-dtype")
 FIXED_ON_RESUME += ("--data", "--data.weights", "--data.split", "--rollout-every")
+FIXED_ON_RESUME += ("--refresh-every",)  # with it the reference is saved
 
 
 def saved_steps(directory: Path) -> list[int]:

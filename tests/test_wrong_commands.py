@@ -173,7 +173,7 @@ INDEX = "model.safetensors.index.json"
 WRONG_MODELS = {
     "no tensors": (written("model.safetensors", None), "has no model.safetensors and no index"),
     "garbled tensors": (written("model.safetensors", "\xff" * 99), "model.safetensors cannot be"),
-    "torn index": (written(INDEX, "{"), f"{INDEX} is no JSON object; copy it again"),
+    "torn index": (written(INDEX, "{"), f"{INDEX} lists no files"),
     "missing shard": (
         written(INDEX, '{"weight_map": {"x": "model-1.safetensors"}}'),
         f"model-1.safetensors, which {INDEX} names, is missing",
@@ -219,9 +219,9 @@ def test_wrong_models_are_refused_by_their_flag_before_the_plan(
         ("--loss.target-kl -1", "--loss.target-kl -1.0: must be at least 0 (never)"),
         ("--loss.clip-low -1", "--loss.clip-low -1.0: must be above 0 and at most 1; try 0.2"),
         ("--keep 0", "--keep 0: must be at least 1"),
-        ("--timeout-s 0", "--timeout-s 0.0: must be above 0; try 3600"),
+        ("--timeout-s 0", "--timeout-s 0.0: must be at least 1; try 3600"),
         ("--seed -5", "--seed -5: must be at least 0"),
-        ("--data.weights inf", "--data.weights inf: must be finite and above 0"),
+        ("--data.weights inf", "--data.weights inf: must be above 0 and below 1e100"),
         (
             "--rollout.quantization fp8",
             "--rollout.quantization fp8: must be fp8_per_channel on a CPU",
@@ -261,3 +261,10 @@ def test_a_refused_command_changes_no_file_of_an_earlier_run(entry, tiny, files,
         assert len(told) == 1 and name in told[0], output
         assert {p: p.stat().st_mtime_ns for p in earlier.rglob("*") if p.name != "lock"} == before
         assert not (tmp_path / "x.1").exists()
+
+
+def test_a_reference_is_refreshed_every_so_many_steps_or_never(monkeypatch, capfd):
+    """-1 copied the policy into it in each step: the KL term did nothing."""
+    words = "--model x --refresh-every -1 --loss.kl-coef 0.1".split()
+    found = refusal(words, "grpo", monkeypatch, capfd)
+    assert found.strip() == "error: --refresh-every -1: must be at least 0 (never)"
