@@ -265,6 +265,6 @@ def test_a_refused_command_changes_no_file_of_an_earlier_run(entry, tiny, files,
 
 def test_a_reference_is_refreshed_every_so_many_steps_or_never(monkeypatch, capfd):
     """-1 copied the policy into it in each step: the KL term did nothing."""
-    words = "--model x --refresh-every -1 --loss.kl-coef 0.1".split()
+    words = ["--model", "x", "--refresh-every", "-1", "--loss.kl-coef", "0.1"]
     found = refusal(words, "grpo", monkeypatch, capfd)
     assert found.strip() == "error: --refresh-every -1: must be at least 0 (never)"
