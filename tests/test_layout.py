@@ -12,12 +12,11 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-ENTRIES = {"grpo", "ppo", "hybrid"}
+ENTRIES = {"grpo", "ppo"}
 ALGORITHM = {"data", "advantages", "packing", "losses", "logprobs"}
 MACHINE = {
     "model",
     "attention",
-    "lora",
     "rollout",
     "sampling",
     "vllm_backend",
@@ -39,8 +38,6 @@ RUN = {
     "hardware",
     "report",
     "curves",
-    "autotune",
-    "check",
 }
 MECHANISMS = ALGORITHM | MACHINE | RUN
 STANDARD_LIBRARY_ALONE = {"data", "rewards", "worker", "answers", "expressions"}

@@ -242,9 +242,10 @@ def test_four_steps_and_four_more_are_eight(tiny, files, tmp_path, world_size):
         ]
 
 
-def test_after_the_first_of_two_minibatches_the_ratio_has_moved(tiny, files, tmp_path):
-    """As in grpo.py: a ratio of the policy to itself is 1 by construction, and the clip would do
-    nothing.
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+def test_after_the_first_of_two_minibatches_the_ratio_has_moved(tiny, files, tmp_path, entry):
+    """torchforge#571: `logprobs - logprobs.detach()` is 0 by construction, and clipping never did
+    anything. With one minibatch there is one policy; with two, the second one's ratio is not 1.
     """
 
     def watched(*arguments):
@@ -253,7 +254,9 @@ def test_after_the_first_of_two_minibatches_the_ratio_has_moved(tiny, files, tmp
             print(stats["actor/ppo_kl"].item(), file=file)
         return loss, stats
 
-    train(job(tiny, files, tmp_path, num_steps=1), **{"losses.actor_loss": watched})
+    changes = dict(num_steps=1, batch=dict(num_minibatches=2))
+    args = settings(tiny, files, tmp_path, entry, **changes)
+    train(args, **{"losses.actor_loss": watched})
     first, second = map(float, (tmp_path / "ppo_kl").read_text().split())
     assert first == 0 and second > 1e-5
 
