@@ -51,9 +51,9 @@ def token_logprobs(
     model: a Transformers causal LM, plain or under FSDP2, with packed attention
     (attention.use_packed_attention). row: any object with tokens, position_ids,
     fields["response_mask"] [N], cu_seqlens [S+1], max_seqlen and num_response_tokens
-    (packing.PackedRow). chunk: tokens whose logits exist at one time. Both results carry grad. A
-    row without response tokens gives zeros that are still connected to every parameter, so that
-    FSDP's backward runs on this rank as on the others.
+    (packing.PackedRow). Pads before a token would be attended to: pack instead. chunk: tokens whose
+    logits exist at one time. Both results carry grad. A row without response tokens gives zeros
+    that are connected to every parameter, so that FSDP's backward runs on all ranks.
     """
     return _run(model, _response_logprobs, row, temperature, chunk)
 

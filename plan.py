@@ -47,6 +47,14 @@ def check(args: Any) -> None:
     rule = f"at least {least}, --data.max-prompt-tokens + --rollout.max-response-tokens"
     row = args.batch.tokens_per_row
     require(row >= least, "--tokens-per-row", row, rule)
+    passes = args.batch.num_minibatches * args.batch.num_epochs * getattr(args, "rollout_every", 1)
+    rule = "0 with one minibatch and one epoch: no later step could be left out"
+    require(args.loss.target_kl == 0 or passes > 1, "--loss.target-kl", args.loss.target_kl, rule)
+    if args.model_path != "built-in":
+        critic = getattr(getattr(args, "critic", None), "path", "")
+        judges = {"--reward-model": getattr(args, "reward_model_path", ""), "--critic.path": critic}
+        for flag, path in judges.items():
+            require(path != "built-in", flag, path, "a model with the tokens of your --model")
     if args.rollout.eight_bit:
         kind = args.loss.importance
         rule = "token: an 8-bit sampler is another policy"
@@ -70,7 +78,20 @@ def print_plan(args: Any, datasets: Sequence, eval_sets: Sequence, **models: str
         "ranks": f"{num_ranks}; {num_engines} {args.rollout.backend} engines",
         "batch": args.batch.describe(args.data.max_prompt_tokens, args.rollout.max_response_tokens),
     }
-    if args.optim.warmup_steps >= args.num_steps:
-        plan["warning"] = f"--optim.warmup-steps outlast the run of {args.num_steps} steps"
-    for name, text in plan.items():
+    lines = [*plan.items(), *(("warning", text) for text in _warnings(args, num_prompts))]
+    for name, text in lines:
         print(f"{name:>8}  {text}", flush=True)
+
+
+def _warnings(args: Any, num_prompts: int) -> list[str]:
+    """What is allowed, and is seldom meant."""
+    found = []
+    warmup = args.optim.warmup_steps
+    if warmup >= args.num_steps:
+        found.append(f"--optim.warmup-steps {warmup} outlast the run of {args.num_steps} steps")
+    if num_prompts < args.batch.prompts_per_step:
+        times = args.batch.prompts_per_step / num_prompts
+        found.append(f"a step takes each of the {num_prompts} prompts {times:.1f} times")
+    for path in sorted(set(args.data_paths) & set(args.eval_paths)):
+        found.append(f"{path} is in --data and in --eval-data: it is evaluated on what it learned")
+    return found

@@ -24,6 +24,13 @@ both = pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
         (dict(eval_paths=["a", "b"]), "--eval-data a b: must be with --eval-every 20"),
         (dict(batch=dict(tokens_per_row=1535)), "--tokens-per-row 1535: must be at least 1536, "),
         (
+            dict(
+                loss=dict(target_kl=0.1),
+                batch=dict(prompts_per_step=8, num_minibatches=1, num_epochs=1),
+            ),
+            "--loss.target-kl 0.1: must be 0 with one minibatch and one epoch",
+        ),
+        (
             dict(rollout=dict(engine="vllm", kv_cache_dtype="fp8"), loss=dict(importance="off")),
             "--loss.importance off: must be token: an 8-bit sampler",
         ),
@@ -41,8 +48,34 @@ def test_a_sequence_is_a_prompt_and_its_response(entry):
     assert longest(from_json(entry.Args(), changes)) == 37
 
 
+@pytest.mark.parametrize(
+    ("flag", "changes"),
+    [
+        ("--reward-model", dict(reward_model_path="built-in")),
+        ("--critic.path", dict(critic=dict(path="built-in"))),
+    ],
+)
+def test_a_built_in_judge_is_for_the_built_in_model(flag, changes):
+    """A new user's finding: it was made for minutes, and then had other tokens."""
+    ppo_args = from_json(ppo.Args(), changes)
+    assert ppo_args.model_path == "built-in"
+    with pytest.raises(ValueError, match=f"^{flag} built-in: must be a model with the tokens of"):
+        from_json(ppo.Args(), changes | dict(model_path="own"))
+
+
+def test_what_is_seldom_meant_is_said_in_the_plan(capfd):
+    changes = dict(num_steps=30, eval_every=1, data_paths=["a", "b"], eval_paths=["b"])
+    args = from_json(grpo.Args(), changes)
+    run_ranks(1, print_plan, args, [[0] * 32], [[0]])
+    out = capfd.readouterr().out
+    assert "warning  a step takes each of the 32 prompts 2.0 times\n" in out
+    assert "warning  b is in --data and in --eval-data: it is evaluated on what it learned\n" in out
+    run_ranks(1, print_plan, from_json(grpo.Args(), {"num_steps": 30}), [[0] * 64], [])
+    assert "warning" not in capfd.readouterr().out
+
+
 def test_the_plan_is_said_by_the_first_rank_alone(capfd):
-    changes = dict(num_steps=30, rollout=dict(engine="hf"))
+    changes = dict(num_steps=30, rollout=dict(engine="hf"), batch=dict(prompts_per_step=6))
     args = from_json(grpo.Args(), changes)
     run_ranks(2, lambda: print_plan(args, [[0] * 5, [0]], [[0] * 3], model="m: 1.0 M parameters"))
     lines = capfd.readouterr().out.splitlines()
@@ -51,7 +84,7 @@ def test_the_plan_is_said_by_the_first_rank_alone(capfd):
         "    data  6 prompts for 30 steps, 3 to evaluate",
         "   ranks  2; 2 hf engines",
     ]
-    assert lines[3].startswith("   batch  64 prompts x 8 = 512 samples of up to 512 + 1024 tokens")
+    assert lines[3].startswith("   batch  6 prompts x 8 = 48 samples of up to 512 + 1024 tokens")
     assert len(lines) == 4
 
 
@@ -60,5 +93,5 @@ def test_a_warm_up_that_the_run_does_not_survive_is_said_in_the_plan(capfd):
     for num_steps, is_told in ((5, True), (10, True), (11, False)):
         args = from_json(grpo.Args(), {"num_steps": num_steps, "optim": {"warmup_steps": 10}})
         run_ranks(1, print_plan, args, [[0]], [])
-        warning = f"warning  --optim.warmup-steps outlast the run of {num_steps} steps\n"
+        warning = f"warning  --optim.warmup-steps 10 outlast the run of {num_steps} steps\n"
         assert (warning in capfd.readouterr().out) == is_told
