@@ -9,7 +9,6 @@ torchrun would be given, and hands the rest to a real interpreter without packag
 
 import errno
 import fcntl
-import importlib.util
 import os
 import pathlib
 import re
@@ -405,6 +404,16 @@ def test_pyproject_and_launch_name_the_same_versions_of_python():
     assert versions == f">=3.{oldest},<3.{newest + 1}"
 
 
+def test_a_look_for_pip_leaves_the_process_as_it_was():
+    """find_spec("pip") switches off setuptools' distutils; vLLM, imported later, then fails."""
+    finders = [finder for finder in sys.meta_path if hasattr(finder, "spec_for_pip")]
+    if not finders:
+        pytest.skip("no setuptools with its own distutils")
+    launch.lacking(ROOT, "", "base")
+    assert launch.has_pip()
+    assert "spec_for_distutils" not in vars(finders[0])
+
+
 def test_an_active_environment_that_has_everything_is_used_as_it_is(machine):
     if shutil.which("nvidia-smi"):  # then these tests run beside the GPU build of vLLM
         machine.gpus([0])
@@ -436,14 +445,14 @@ def test_the_python_of_a_container_is_used_if_it_lacks_nothing(machine):
 def test_the_command_adds_to_this_environment_by_its_pip_or_by_uv(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/my env/bin/python")
     monkeypatch.setattr(launch, "pip_is_told_where_to_look", lambda: False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(launch, "has_pip", lambda: True)
     python = "'/my env/bin/python'"
     pip = f"{python} -m pip install"
     assert launch.command_to_add(["tyro>=1.0"], CPU_INDEX) == f"{pip} 'tyro>=1.0'"
     assert launch.command_to_add(["torch==2.13.0"], "") == f"{pip} torch==2.13.0"
     on_cpu = launch.command_to_add(["torch==2.13.0"], CPU_INDEX)
     assert on_cpu == f"{pip} --extra-index-url {CPU_INDEX} torch==2.13.0"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch, "has_pip", lambda: False)
     on_cpu = launch.command_to_add(["torch==2.13.0"], CPU_INDEX)
     assert on_cpu == f"uv pip install --python {python} --torch-backend cpu torch==2.13.0"
     monkeypatch.setattr(launch, "pip_is_told_where_to_look", lambda: True)

