@@ -36,20 +36,25 @@ def lab(world_size: int, setup: Callable, *, timeout_s: float = 600.0) -> Iterat
     ranks = threading.Thread(target=run)  # not an executor: its exit handler fails in forked ranks
     ranks.start()
 
+    def answer(pipe) -> bytes:
+        while not pipe.poll(0.02):
+            if not ranks.is_alive():
+                raise failures[0]
+        return pipe.recv_bytes()
+
     def on_ranks(fn: Callable, *args) -> list:
         for pipe in ours:
             pipe.send_bytes(cloudpickle.dumps((fn, args)))
-        outcomes = []
-        for pipe in ours:
-            while not pipe.poll(0.02):
-                if not ranks.is_alive():
-                    raise failures[0]
-            outcomes.append(pickle.loads(pipe.recv_bytes()))
+        outcomes = [pickle.loads(answer(pipe)) for pipe in ours]
         for error, _ in outcomes:
             if error is not None:
                 raise error
         return [result for _, result in outcomes]
 
+    for pipe in ours:
+        # Forked while this thread waits. In the middle of Transformers' from_pretrained a rank
+        # would have inherited its patches, and would have tied no weights.
+        answer(pipe)
     yield on_ranks
     for pipe in ours:
         pipe.send_bytes(b"")
@@ -59,8 +64,9 @@ def lab(world_size: int, setup: Callable, *, timeout_s: float = 600.0) -> Iterat
 
 
 def _serve(pipes: tuple, setup: Callable) -> None:
-    kept = setup()
     pipe = pipes[dist.get_rank()]
+    pipe.send_bytes(b"here")
+    kept = setup()
     while request := pipe.recv_bytes():
         fn, args = pickle.loads(request)
         error = result = None
