@@ -954,7 +954,7 @@ def test_the_console_of_the_built_in_job_is_the_plan_then_the_steps(tmp_path, sc
     out, err = job.communicate(timeout=280)
     assert (job.returncode, err) == (0, "")
     lines = [line for line in out.splitlines() if not line.startswith("built-in")]  # made once
-    words = [*models, "data", "ranks", "batch", "step", "step", "the"]
+    words = [*models, "data", "ranks", "batch", "start", "step", "step", "the"]
     assert [line.split()[0] for line in lines] == words, out
 
 
