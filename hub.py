@@ -318,17 +318,16 @@ def export(
     path: str | Path,
     out_dir: str | Path,
     dtype: torch.dtype,
+    line: str = "",
 ) -> None:
     """Write a Hugging Face directory: the tensors of `buckets` (of `dtype`), other files from the
-    model at `path`.
+    model at `path`. Collective. line: said at the end, in place of a run's own.
     """
     save_safetensors(buckets, out_dir)
     if _is_rank0():
         copy_model_files(path, out_dir, dtype)
-        print(
-            f"the trained model is in {out_dir}; curves, samples and metrics are beside it",
-            flush=True,
-        )
+        usual = f"the trained model is in {out_dir}; curves, samples and metrics are beside it"
+        print(line or usual, flush=True)
     _barrier()
 
 

@@ -14,7 +14,6 @@ import json
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import checkpoint
 import hub
@@ -46,10 +45,8 @@ def main(args: argparse.Namespace) -> None:
             saved = ", ".join(map(str, run.saved_steps(args.run))) or "none"
             raise ValueError(f"{args.run}: has no saved {which}; there are: {saved}")
     dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
-    hub.save_safetensors(reshard.iter_full_params(policy, dtype=dtype), args.out)
-    if dist.get_rank() == 0:
-        hub.copy_model_files(path, args.out, dtype)
-        print(f"the model after step {step} is in {args.out}", flush=True)
+    weights = reshard.iter_full_params(policy, dtype=dtype)
+    hub.export(weights, path, args.out, dtype, f"the model after step {step} is in {args.out}")
 
 
 if __name__ == "__main__":
