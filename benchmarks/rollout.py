@@ -15,7 +15,6 @@ import argparse
 import cProfile
 import functools
 import gc
-import json
 import os
 import pstats
 import statistics
@@ -26,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from measure import kernel_seconds, say, synchronize
 
 import data
 import hub
@@ -91,16 +91,6 @@ def make_engine(args, tokenizer, max_prompt_tokens: int) -> rollout.Engine:
     return engine
 
 
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def say(what: str, **known) -> None:
-    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in known.items()}
-    print(json.dumps({"what": what} | rounded), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -146,7 +136,7 @@ def main() -> None:
         runs.append(took)
         end = took - clock.seconds["sample"]
         say("run", run=i, seconds=took, end=end, **clock.seconds)
-    busy_s = gpu_seconds(lambda: once(0))
+    busy_s = kernel_seconds(lambda: once(0))
     median = statistics.median(runs[1:])
     say("summary", seconds=median, busy_s=busy_s, quotient=busy_s and median / busy_s)
     if args.profile:
@@ -156,18 +146,6 @@ def main() -> None:
         pstats.Stats(profile).sort_stats("cumtime").print_stats(60)
     sys.stdout.flush()
     os._exit(0)  # vLLM's own exit may hang
-
-
-def gpu_seconds(function) -> float | None:
-    """Seconds that kernels run in it."""
-    from torch.profiler import ProfilerActivity, profile
-
-    if not torch.cuda.is_available():
-        return None
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        function()
-        synchronize()
-    return sum(event.self_device_time_total for event in profiled.key_averages()) / 1e6
 
 
 if __name__ == "__main__":

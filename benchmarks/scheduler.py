@@ -31,6 +31,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from measure import kernel_seconds, say, synchronize
 
 
 def serve(pipe, args: argparse.Namespace, scheduler: str) -> None:
@@ -135,19 +136,11 @@ def run(engine, prompts: list[list[int]], num_samples: int, seed: int) -> dict:
 
 def busy(engine, prompts: list[list[int]], num_samples: int, seed: int) -> dict:
     """Seconds that kernels ran, and how long the run took beside the profiler."""
-    from torch.profiler import ProfilerActivity, profile
-
-    if not torch.cuda.is_available():
-        return {"busy_s": None, "seconds": None}
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        seconds = run(engine, prompts, num_samples, seed)["seconds"]
-    events = profiled.key_averages()
-    return {"busy_s": sum(e.self_device_time_total for e in events) / 1e6, "seconds": seconds}
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    seconds = []
+    busy_s = kernel_seconds(
+        lambda: seconds.append(run(engine, prompts, num_samples, seed)["seconds"])
+    )
+    return {"busy_s": busy_s, "seconds": seconds[0] if seconds else None}
 
 
 def equal(ours: dict, theirs: dict) -> dict:
@@ -159,11 +152,6 @@ def equal(ours: dict, theirs: dict) -> dict:
         "tokens_equal": sum(tokens) / len(tokens),
         "logprobs_equal": sum(bits) / len(bits),
     }
-
-
-def say(what: str, **known) -> None:
-    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in known.items()}
-    print(json.dumps({"what": what} | rounded), flush=True)
 
 
 def main() -> None:
