@@ -480,15 +480,21 @@ def test_an_alarm_is_raised_for_nan_too(tmp_path, capsys):
     assert "warning: entropy is down to nan" in out
 
 
-def test_a_run_that_trains_nothing_says_so(tmp_path, capsys):
-    """All responses truncated, and masked for that: gradient 0 with spread in every group."""
+@pytest.fixture
+def warnings(tmp_path, capsys):
+    """What a run that warns after three steps in a row says at these steps."""
     report = Report(tmp_path, LogConfig(plot_every=0, zero_std_alarm=3), 20)
 
-    def warnings(steps, **values):
+    def warned(steps, **values):
         for step in steps:
             report.write(step, record(**values))
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
 
+    return warned
+
+
+def test_a_run_that_trains_nothing_says_so(warnings):
+    """All responses truncated, and masked for that: gradient 0 with spread in every group."""
     still = dict(actor__grad_norm=0.0, reward__frac_zero_std=0.5)
     assert warnings(range(2), **still) == []
     assert warnings([2], actor__grad_norm=0.1, reward__frac_zero_std=0.5) == []
@@ -498,17 +504,10 @@ def test_a_run_that_trains_nothing_says_so(tmp_path, capsys):
     assert "no gradient for 3 steps: are all responses masked or truncated, or" in warning
 
 
-def test_a_run_without_any_update_says_so(tmp_path, capsys):
+def test_a_run_without_any_update_says_so(warnings):
     """A new user's finding: with --advantage.mask-truncated and all responses truncated there is
     not even a gradient norm, and no word of it.
     """
-    report = Report(tmp_path, LogConfig(plot_every=0, zero_std_alarm=3), 20)
-
-    def warnings(steps, **values):
-        for step in steps:
-            report.write(step, record(**values))
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-
     sampled = dict(reward__mean=0.4, reward__frac_zero_std=0.5)
     assert warnings(range(2), **sampled) == []
     assert warnings([2], actor__grad_norm=0.1, **sampled) == []
