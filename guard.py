@@ -93,9 +93,8 @@ class Guard:
             if not self._asked:
                 first_at = time.monotonic()
                 self._asked = number
-                if (
-                    "TORCHELASTIC_RUN_ID" not in os.environ and _is_rank0()
-                ):  # else launch.sh says it
+                is_alone = "TORCHELASTIC_RUN_ID" not in os.environ  # else launch.sh says it
+                if is_alone and _is_rank0():
                     what = "this step is finished and saved; once more ends it at once"
                     print(f"{signal.Signals(number).name}: {what}", file=sys.stderr, flush=True)
             elif time.monotonic() - first_at > 1:  # to all processes and to the launcher: two

@@ -318,9 +318,8 @@ def pass_signals_on():
         ranks = [pid for context in contexts for pid in context.pids().values()]
         if number == signal.SIGQUIT or not ranks:
             close(number, frame)
-        if (
-            passed_on and time.monotonic() - first_at[0] > 1
-        ):  # to all processes and to this one: two
+        # One signal to all processes and to this one comes as two.
+        if passed_on and time.monotonic() - first_at[0] > 1:
             close(number, frame)
         if not passed_on:
             passed_on.append(number)
