@@ -56,6 +56,7 @@ import losses
 import metrics
 import model
 import offload
+import optim
 import packing
 import plan
 import report
@@ -70,7 +71,8 @@ from data import DataConfig
 from examples import addition
 from guard import Guard
 from losses import LossConfig
-from model import ModelConfig, OptimConfig
+from model import ModelConfig
+from optim import OptimConfig
 from packing import BatchConfig, PackedRow
 from report import LogConfig
 from rewards import RewardConfig, Scorer
@@ -216,14 +218,14 @@ def main(asked: Args) -> None:
 
         # 5. Update. Each loss term is divided by its minibatch's total over all ranks, so the
         # gradients of rows and ranks just add up.
-        rate = model.learning_rate_at(step, args.num_steps, args.learning_rate, args.optim)
+        rate = optim.learning_rate_at(step, args.num_steps, args.learning_rate, args.optim)
         with meter.timer("update"), offloader.present(optimizer):
             for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
                 kl = actor_gradients(args, policy, rows[m], totals[m], meter)
                 if args.loss.target_kl and metrics.total(kl) > args.loss.target_kl:
                     policy.zero_grad()  # no further optimizer step on this batch, nor this one
                     break
-                norm = model.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
+                norm = optim.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
                 guard.count("actor", norm, step, rows[m], meter)
                 meter.add_update("actor", norm, rate)
 
@@ -274,7 +276,7 @@ def load_models(args: Args, path: str, mesh) -> tuple[nn.Module, nn.Module | Non
         attention.use_packed_attention(reference)
     if args.quantize_gradients:
         comms.quantize_gradients(policy)
-    return policy, reference, model.make_optimizer(policy, args.optim, args.learning_rate)
+    return policy, reference, optim.make_optimizer(policy, args.optim, args.learning_rate)
 
 
 def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:

@@ -1,4 +1,4 @@
-"""A Transformers model as FSDP2 shards: loading, precision, optimizer.
+"""A Transformers model as FSDP2 shards: loading and precision.
 
 The problem. A 7 B model with fp32 master weights, gradients and two Adam moments is 112 GB; on W
 ranks each should hold 1/W of it, from the first byte on. Loading the whole checkpoint on each rank
@@ -12,8 +12,7 @@ How it works.
 3. Each rank reads only its own rows from the safetensors files, straight into its shard.
        weight [10, D] on 4 ranks: ceil(10 / 4) = 3 rows each -> rows 0-2, 3-5, 6-8, 9
 4. Forward and backward gather one layer at a time in bf16 (on GPU); gradients are summed in
-   fp32; the optimizer updates the fp32 shard. bf16 master weights lose small updates: 0.02 - 1e-6
-   rounds back to 0.02.
+   fp32, and the optimizer (optim.py) updates the fp32 shard.
 5. The residual stream, to which every layer adds, stays in fp32. In bf16 each of its 2 L sums
    would round what all layers before have found: 256 + 0.5 = 256. vLLM is patched to keep it
    too (vllm_backend.py). On SmolLM2 the log-probabilities of sampler and trainer then differ by a
@@ -25,8 +24,7 @@ all ranks, so the division is switched off once, in `shard`, and gradients are p
 Dropout is set to 0: a ratio between two passes of one policy must be 1.
 
 What we give up: tensor, context and expert parallelism in the trainer; checkpoints that name
-tensors differently. Sources: Zhao 2023 (FSDP, arXiv:2304.11277); Loshchilov 2019 (AdamW,
-arXiv:1711.05101).
+tensors differently. Source: Zhao 2023 (FSDP, arXiv:2304.11277).
 """
 
 from __future__ import annotations
@@ -60,32 +58,6 @@ class ModelConfig:
     """Free a layer's gathered weights after its forward (ZeRO-3); off: after its backward."""
     reduce_every_row: bool = False
     """Reduce gradients after every row: more communication, no unsharded fp32 gradients."""
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    warmup_steps: int = 10
-    """Steps of the run over which the learning rate rises linearly from 0."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after warm-up, down to a tenth at the last step."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm; inf: no clipping."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay of matrices (not of norms and biases); 0: off."""
-    betas: tuple[float, float] = (0.9, 0.98)
-    """Decay rates of Adam's two moments."""
-
-    def __post_init__(self):
-        for name, holds, rule in (
-            ("betas", all(0 <= x < 1 for x in self.betas), "in [0, 1); try 0.9 0.98"),
-            ("warmup-steps", self.warmup_steps >= 0, "at least 0"),
-            ("weight-decay", 0 <= self.weight_decay <= 1, "from 0 to 1"),
-            ("max-grad-norm", self.max_grad_norm > 0, "above 0 (inf switches clipping off)"),
-        ):
-            if not holds:
-                value = getattr(self, name.replace("-", "_"))
-                shown = " ".join(map(str, value)) if name == "betas" else value
-                raise ValueError(f"--optim.{name} {shown}: must be {rule}")
 
 
 def load_policy(
@@ -350,46 +322,3 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
             module.reshard()
     for p, q in zip(source.parameters(), target.parameters(), strict=True):
         q.to_local().copy_(p.to_local())
-
-
-def make_optimizer(
-    model: nn.Module, config: OptimConfig, learning_rate: float
-) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters, its state in their dtype; decays matrices alone."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=learning_rate, betas=config.betas, fused=True
-    )
-
-
-def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig) -> float:
-    """Learning rate of 0-based `step`: linear warm-up to `peak`, then decay down to peak / 10."""
-    if step < config.warmup_steps:
-        return peak * (step + 1) / (config.warmup_steps + 1)
-    if config.decay == "constant":
-        return peak
-    progress = (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps)
-    shape = 1 - progress if config.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return peak * (0.1 + 0.9 * shape)
-
-
-def optimizer_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, learning_rate: float, max_grad_norm: float
-) -> float:
-    """Clip by the global norm, step, clear; returns the norm before clipping (the one host sync of
-    an update). A norm that is not finite, on all ranks then, changes no weight and no moment.
-    """
-    norm = nn.utils.clip_grad_norm_(
-        [p for p in model.parameters() if p.requires_grad], max_grad_norm
-    )
-    norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    if math.isfinite(norm):
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm

@@ -382,11 +382,11 @@ def _join(sequences: Sequence[Mapping[str, Tensor]], members: Sequence[int]) -> 
 
 
 def _empty_row(like: Mapping[str, Tensor]) -> PackedRow:
-    zero = torch.zeros(1, dtype=torch.int64)
-    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32)
-    masked = {"response_mask": zero.bool()}
-    masked |= {name: zero.to(x.dtype) for name, x in like.items() if name != "tokens"}
-    return PackedRow(zero, zero, cu_seqlens, 1, 0, (), masked)
+    zeros = torch.zeros(4, dtype=torch.int64)  # torch.compile makes code of its own for a size of 1
+    cu_seqlens = torch.tensor([0, 4], dtype=torch.int32)
+    masked = {"response_mask": zeros.bool()}
+    masked |= {name: zeros.to(x.dtype) for name, x in like.items() if name != "tokens"}
+    return PackedRow(zeros, torch.arange(4), cu_seqlens, 4, 0, (), masked)
 
 
 def unpack(row: PackedRow, values: Tensor) -> list[Tensor]:

@@ -39,6 +39,7 @@ import losses
 import metrics
 import model
 import offload
+import optim
 import packing
 import plan
 import report
@@ -53,7 +54,8 @@ from data import DataConfig
 from examples import addition
 from guard import Guard
 from losses import CriticConfig, LossConfig
-from model import ModelConfig, OptimConfig
+from model import ModelConfig
+from optim import OptimConfig
 from packing import BatchConfig, PackedRow
 from report import LogConfig
 from rewards import RewardConfig, Scorer
@@ -84,8 +86,7 @@ class Args:
     seed: int = 0
     """Of the data order, of sampling, and of the built-in model."""
     rollout_every: int = 1
-    """Sample every this many steps; the steps between use the last batch, its values and its
-    advantages once more."""
+    """Sample every this many steps; those between reuse the last batch, values and advantages."""
     eval_every: int = 0
     """Evaluate greedily every this many steps, from step 0 on, and after the last; 0: never."""
     eval_samples: int = 0
@@ -137,8 +138,8 @@ def main(asked: Args) -> None:
         meter.lap("data")
         models = load_models(args, paths, mesh)
         policy, critic, reference, reward_model = models
-        optimizer = model.make_optimizer(policy, args.optim, args.learning_rate)
-        critic_optimizer = model.make_optimizer(critic, args.optim, args.critic.learning_rate)
+        optimizer = optim.make_optimizer(policy, args.optim, args.learning_rate)
+        critic_optimizer = optim.make_optimizer(critic, args.optim, args.critic.learning_rate)
         optimizers = [optimizer, critic_optimizer]
         kl_penalty = KlController(args.gae)
         state = {
@@ -336,21 +337,19 @@ def to_sequences(args: Args, groups: list[Group]) -> tuple[list[dict[str, Tensor
 
 
 def update(args: Args, step: int, policy, critic, optimizers, rows, totals, meter, guard) -> None:
-    """One step's passes over the batch, for critic and policy.
-
-    Each loss term is divided by its minibatch's total over all ranks: gradients just add up. Beyond
-    --loss.target-kl the policy rests for the remainder of the step.
+    """One step's passes over the batch. Loss terms are divided by totals over all ranks, so that
+    gradients just add up. Beyond --loss.target-kl the policy rests for the remainder of the step.
     """
     optimizer, critic_optimizer = optimizers
     alone = args.critic.warmup_steps  # steps of the critic without the policy
     shared = args.num_steps - alone
-    rate = model.learning_rate_at(step - alone, shared, args.learning_rate, args.optim)
+    rate = optim.learning_rate_at(step - alone, shared, args.learning_rate, args.optim)
     peak = args.critic.learning_rate
-    critic_rate = model.learning_rate_at(step, args.num_steps, peak, args.optim)
+    critic_rate = optim.learning_rate_at(step, args.num_steps, peak, args.optim)
     actor_learns = step >= alone
     for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
         critic_gradients(args, critic, rows[m], totals[m], meter)
-        norm = model.optimizer_step(critic, critic_optimizer, critic_rate, args.optim.max_grad_norm)
+        norm = optim.optimizer_step(critic, critic_optimizer, critic_rate, args.optim.max_grad_norm)
         guard.count("critic", norm, step, rows[m], meter)
         meter.add_update("critic", norm, critic_rate)
         if not actor_learns:
@@ -360,7 +359,7 @@ def update(args: Args, step: int, policy, critic, optimizers, rows, totals, mete
             policy.zero_grad()  # no further optimizer step on this batch, nor this one
             actor_learns = False
             continue
-        norm = model.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
+        norm = optim.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
         guard.count("actor", norm, step, rows[m], meter)
         meter.add_update("actor", norm, rate)
 

@@ -230,8 +230,8 @@ class Engine:
         with torch.random.fork_rng(devices=devices):  # the trainer's own draws go on as they were
             torch.manual_seed(seed)
             for ended in self.backend.run(prompts, order, num_samples, temperature, seed):
+                _check_finite(ended)
                 for index, ids, logprobs, truncated in ended:
-                    _check_finite(index, logprobs)
                     prompt = made[index // num_samples]
                     rollouts[index] = Rollout(prompt, ids, logprobs, truncated)
                 if on_finished is not None:
@@ -304,10 +304,13 @@ class Engine:
             raise RuntimeError(f"{message} (the engine is {self.state})")
 
 
-def _check_finite(index: int, logprobs: Tensor) -> None:
-    if not torch.isfinite(logprobs).all():
-        bad = f"log-probabilities of response {index} are not finite: {logprobs.tolist()}"
-        raise RuntimeError(f"the sampler computes garbage with this model: {bad:.200}")
+def _check_finite(ended: list[tuple[int, Tensor, Tensor, bool]]) -> None:
+    if torch.isfinite(torch.cat([logprobs for _, _, logprobs, _ in ended])).all():
+        return
+    for index, _, logprobs, _ in ended:
+        if not torch.isfinite(logprobs).all():
+            bad = f"log-probabilities of response {index} are not finite: {logprobs.tolist()}"
+            raise RuntimeError(f"the sampler computes garbage with this model: {bad:.200}")
 
 
 def _agree(*values: object) -> bool:

@@ -27,6 +27,7 @@ import attention
 import grpo
 import metrics
 import model
+import optim
 import packing
 import run
 
@@ -82,7 +83,7 @@ def main() -> None:
     settings = grpo.Args()
     policy = model.load_policy(args.model, mesh, settings.model)
     attention.use_packed_attention(policy)
-    optimizer = model.make_optimizer(policy, settings.optim, settings.learning_rate)
+    optimizer = optim.make_optimizer(policy, settings.optim, settings.learning_rate)
     rows = [row.to(mesh.device_type) for row in make_rows(args, policy.config.vocab_size)]
     num_tokens = sum(len(row.tokens) for row in rows)
     totals = {
@@ -93,7 +94,7 @@ def main() -> None:
 
     def update():
         grpo.actor_gradients(settings, policy, rows, totals, meter)
-        model.optimizer_step(policy, optimizer, 1e-6, 1.0)
+        optim.optimizer_step(policy, optimizer, 1e-6, 1.0)
 
     def timed() -> float:
         start = time.perf_counter()

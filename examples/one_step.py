@@ -23,6 +23,7 @@ import hf_backend
 import logprobs
 import losses
 import model
+import optim
 import packing
 import reshard
 import rewards
@@ -32,12 +33,11 @@ from examples import addition
 
 
 def main(seed: int = 24) -> None:
-    mesh = run.init_distributed(seed, timeout_s=600.0)
     path = addition.cached_model(seed=0)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    policy = model.load_policy(path, mesh, model.ModelConfig())
+    policy = model.load_policy(path, run.init_distributed(seed, timeout_s=600.0))
     attention.use_packed_attention(policy)
-    optimizer = model.make_optimizer(policy, model.OptimConfig(), 3e-4)
+    optimizer = optim.make_optimizer(policy, optim.OptimConfig(), 3e-4)
     sizes = dict(max_prompt_tokens=8, num_samples=4, stop_ids=[tokenizer.eos_token_id], seed=seed)
     config = rollout.RolloutConfig(max_response_tokens=8)
     engine = rollout.Engine(hf_backend.HfBackend, path, config, **sizes)
@@ -87,7 +87,7 @@ def main(seed: int = 24) -> None:
             print(f"   {tokenizer.decode(row.tokens[i]):5}", *(f"{x.item():8.4f}" for x in numbers))
         loss, _ = losses.actor_loss(new, entropy, row, total, losses.LossConfig(), 8)
         loss.backward()
-        norm = model.optimizer_step(policy, optimizer, 3e-4, max_grad_norm=1.0)
+        norm = optim.optimizer_step(policy, optimizer, 3e-4, max_grad_norm=1.0)
         print(f"   loss, the sum of these terms: {loss.item():.4f}; gradient norm {norm:.3f}")
 
     with engine.awake():

@@ -48,7 +48,8 @@ from hf_backend import HfBackend
 from logprobs import token_logprobs
 from losses import actor_loss
 from metrics import Metrics
-from model import load_policy, optimizer_step
+from model import load_policy
+from optim import optimizer_step
 from packing import BatchConfig, lay_out, sequence
 from reshard import sync_weights, verify_sync
 from rollout import Engine, Rollout, RolloutConfig
@@ -259,7 +260,7 @@ def test_a_step_takes_epochs_times_minibatches_optimizer_steps(
     """trl#3493: a guard let leftover slices be used after an update without a correction."""
     count, counted = counting(tmp_path / "count")
     batch = dict(num_minibatches=num_minibatches, num_epochs=num_epochs)
-    train(settings(tiny, files, tmp_path, batch=batch), **{"model.optimizer_step": counted})
+    train(settings(tiny, files, tmp_path, batch=batch), **{"optim.optimizer_step": counted})
     assert count() == 2 * num_minibatches * num_epochs
 
 
@@ -409,7 +410,7 @@ def test_a_target_kl_ends_the_step_early(tiny, files, tmp_path):
         directory = train(
             settings(tiny, files, tmp_path / str(target_kl), **changes),
             2,
-            **{"model.optimizer_step": train_with},
+            **{"optim.optimizer_step": train_with},
         )
         assert count() == 2 * records(directory)[0]["actor/num_updates"]
         return count()
@@ -1091,7 +1092,7 @@ PHASES = {
     "loading": "model.load_policy = fail",
     "rollout": "rollout.Engine.generate = fail",
     "reward": "grpo.Scorer.collect = fail",
-    "update": "model.optimizer_step = fail",
+    "update": "optim.optimizer_step = fail",
     "save": "checkpoint.save = fail",
 }
 

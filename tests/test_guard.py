@@ -18,7 +18,7 @@ from ranks import run_ranks
 
 import grpo
 import guard
-import model
+import optim
 import ppo
 from checkpoint import load
 from guard import Guard
@@ -293,12 +293,12 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_no_weight_and_no_mome
     layer = torch.nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
     layer(torch.ones(1, 2)).sum().backward()
-    assert math.isfinite(model.optimizer_step(layer, optimizer, 0.1, 1.0))
+    assert math.isfinite(optim.optimizer_step(layer, optimizer, 0.1, 1.0))
     before = [p.clone() for p in layer.parameters()]
     moments = [s["exp_avg"].clone() for s in optimizer.state.values()]
     layer.weight.grad = torch.full((1, 2), norm)
     layer.bias.grad = torch.ones(1)
-    assert not math.isfinite(model.optimizer_step(layer, optimizer, 0.1, 1.0))
+    assert not math.isfinite(optim.optimizer_step(layer, optimizer, 0.1, 1.0))
     assert all(
         p.grad is None and p.equal(x) for p, x in zip(layer.parameters(), before, strict=True)
     )

@@ -16,6 +16,7 @@ ENTRIES = {"grpo", "ppo"}
 ALGORITHM = {"data", "advantages", "packing", "losses", "logprobs"}
 MACHINE = {
     "model",
+    "optim",
     "attention",
     "rollout",
     "sampling",

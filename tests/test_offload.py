@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from attention import use_packed_attention
 from checkpoint import TrainState, save
 from logprobs import token_logprobs
-from model import OptimConfig, load_policy, make_optimizer, optimizer_step
+from model import load_policy
 from offload import Offload
+from optim import OptimConfig, make_optimizer, optimizer_step
 from packing import pack, sequence
 
 

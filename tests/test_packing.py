@@ -196,11 +196,12 @@ def test_unpack_gives_back_what_was_packed_and_inputs_stay_as_they_were():
         assert sequences[source][name].equal(before[source][name])
 
 
-def test_a_rank_with_fewer_sequences_gets_empty_rows_of_one_masked_token():
+def test_a_rank_with_fewer_sequences_gets_empty_rows_of_masked_tokens():
     sequences = random_sequences([(2, 3)])
     for rows in (pack(sequences, 10, num_rows=3), pack([], 10, num_rows=2, like=sequences[0])):
         row = rows[-1]
-        assert len(row.tokens) == 1 and row.num_response_tokens == 0 and row.source == ()
+        # torch.compile would make code of its own for one token.
+        assert len(row.tokens) == 4 and row.num_response_tokens == 0 and row.source == ()
         assert (
             row.fields.keys() == {"response_mask", "advantages"}
             and not row.fields["response_mask"].any()
@@ -643,10 +644,10 @@ def test_rows_of_all_sizes_go_from_a_full_one_to_an_empty_one():
     *rows, empty = BatchConfig(tokens_per_row=45).rows_of_all_sizes(8)
     assert [row.cu_seqlens.tolist() for row in rows] == [[0, 8, 16, 24, 32, 40], [0, 8, 16], [0, 8]]
     assert [row.num_response_tokens for row in rows] == [35, 14, 7]
-    assert len(empty.tokens) == 1 and empty.num_response_tokens == 0 and not empty.source
+    assert len(empty.tokens) == 4 and empty.num_response_tokens == 0 and not empty.source
     assert [len(row.tokens) for row in BatchConfig(tokens_per_row=30).rows_of_all_sizes(31)] == [
         31,
-        1,
+        4,
     ]
 
 
@@ -670,4 +671,4 @@ def test_minibatches_are_slices_of_the_prompts_of_all_ranks():
 def test_an_empty_row_has_no_response_token_whether_or_not_its_names_are_known():
     for like in (None, sequence(ids(1), ids(2), advantages=0.0)):
         [row] = pack([], 8, num_rows=1, like=like)
-        assert row.fields["response_mask"].tolist() == [False] and row.num_response_tokens == 0
+        assert row.fields["response_mask"].tolist() == [False] * 4 and row.num_response_tokens == 0

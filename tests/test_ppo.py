@@ -22,7 +22,7 @@ from attention import use_packed_attention
 from examples import addition
 from logprobs import token_values
 from losses import actor_loss, critic_loss
-from model import optimizer_step
+from optim import optimizer_step
 from packing import pack, sequence
 from reshard import verify_sync
 from run import command_line
@@ -274,7 +274,7 @@ def test_beyond_the_target_kl_the_policy_stops_and_the_critic_goes_on(tiny, file
 
     run = train(
         job(tiny, files, tmp_path, loss=dict(target_kl=1e-9), batch=dict(num_epochs=2)),
-        **{"model.optimizer_step": counted},
+        **{"optim.optimizer_step": counted},
     )
     steps = taken.read_text().split()
     assert (steps.count("critic"), steps.count("policy")) == (8, 2)
@@ -448,7 +448,7 @@ def test_the_target_kl_is_that_of_all_ranks_together(tiny, files, tmp_path, entr
     second = 2 * records(free)[0]["actor/ppo_kl"]
     changes["loss"] = dict(target_kl=0.9 * second)
     args = settings(tiny, files, tmp_path / "held", entry, **changes)
-    train(args, 2, **SCRIPTED, **{"model.optimizer_step": counted})
+    train(args, 2, **SCRIPTED, **{"optim.optimizer_step": counted})
     assert (tmp_path / "steps").read_text().split().count("policy") == 2 * 1
 
 
@@ -559,6 +559,6 @@ def test_beyond_the_target_kl_no_later_minibatch_of_the_step_is_taken(tiny, file
         return optimizer_step(model, *rest)
 
     changes = dict(num_steps=1, batch=dict(num_epochs=2), loss=dict(target_kl=0.5))
-    replaced = {f"{entry.__name__}.actor_gradients": scripted, "model.optimizer_step": counted}
+    replaced = {f"{entry.__name__}.actor_gradients": scripted, "optim.optimizer_step": counted}
     train(settings(tiny, files, tmp_path, entry, **changes), **replaced)
     assert (tmp_path / "steps").read_text().split().count("policy") == 1
