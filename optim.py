@@ -72,7 +72,9 @@ def make_optimizer(
     )
     for parameter in trainable:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer_step(model, optimizer, 0.0, max_grad_norm=1.0)  # changes no weight
+    nn.utils.clip_grad_norm_(trainable, 1.0)
+    optimizer.step()  # of rate 0: changes no weight
+    optimizer.zero_grad(set_to_none=True)
     for state in optimizer.state.values():
         state["step"].zero_()
     for group in optimizer.param_groups:
