@@ -178,7 +178,8 @@ def main(asked: Args) -> None:
         meter.lap("engine")
     temperature = args.rollout.temperature
     sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
-    logprobs.warm_up([policy, reference], sizes, offloader.present)
+    has_old = args.batch.num_epochs * args.batch.num_minibatches > 1  # passes for old_logprobs
+    logprobs.warm_up([policy, reference], sizes, offloader.present, both=has_old)
     meter.lap("warm_up")
     journal.write_start(meter.reduce())
     guard = Guard(args.run, out_dir, args.num_steps, tokenizer.decode)
@@ -260,8 +261,7 @@ def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt],
     has_evals = eval_sets or not args.eval_every
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)
-    copies = 1 if args.loss.kl_coef else 0
-    size = hub.memory_plan(path, args.model.master_dtype, copies)
+    size = hub.memory_plan(path, args.model.master_dtype, 1 if args.loss.kl_coef else 0)
     plan.print_plan(args, datasets, eval_sets, model=f"{path}: {size}")
     return path, tokenizer, stream, [p for prompts in eval_sets for p in prompts], scorer
 

@@ -19,19 +19,18 @@ in `_states_before` and nowhere else. The first token of a sequence has logprob 
     tokens       5 6 | 7 8 9      response_mask 0 1 0 1 1      states used  5 7 8      targets 6 8 9
 
 Temperature divides the logits as in the sampler; else every ratio is wrong by the tempering.
-
 Shapes: N tokens in a row, R response tokens, C tokens in a chunk, V vocabulary, D hidden size.
 Results are fp32; the head's product takes the model's dtype and gives fp32; softmax and sums are
 fp32. Memory: two [C, V] fp32 matrices (three with a soft-cap) and the head's gradient, whatever R
-is. If the model's layers are compiled, so is the work on a chunk: logits are written once and read
-two or three times. What we give up: the head's product is done twice, and logits are written at
-all. Source: cut cross-entropy (Wijmans 2024, arXiv:2411.09009), section 4, without its kernel.
+is. If layers are compiled, so is the work on a chunk. What we give up: the head's product is done
+twice. Source: cut cross-entropy (Wijmans 2024, arXiv:2411.09009), section 4, without its kernel.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import types
@@ -144,23 +143,24 @@ def with_values(critic: nn.Module, rows: list[list]) -> list[list]:
     return _with_field(rows, "values", lambda row: token_values(critic, row))
 
 
-def warm_up(models: Sequence[nn.Module | None], rows: Sequence, present: Callable) -> None:
-    """Each model's forward over each row, and its backward if it learns, on GPUs or if compiled.
+def warm_up(
+    models: Sequence[nn.Module | None], rows: Sequence, present: Callable, both: bool = True
+) -> None:
+    """Each model's passes over each row, on GPUs or if compiled, so that step 0 compiles nothing.
 
-    Kernels are compiled at first use, by ranges of a row's length: before step 0, not in it.
-    present(model): a context with the model on the device.
+    present(model): a context with the model on the device. both: learners without gradients too.
     """
     for model in filter(None, models):
         if model.device.type == "cpu" and not _is_compiled(model):
             continue
         learns = any(parameter.requires_grad for parameter in model.parameters())
+        kinds = [False] * (both or not learns) + [True] * learns
         with present(model):
-            for row in rows:
-                on_device = row.to(model.device)
-                with torch.no_grad():
-                    _logprobs_or_values(model, on_device)
-                if learns:
-                    _logprobs_or_values(model, on_device).sum().backward()
+            for row, grad in itertools.product(rows, kinds):
+                with torch.set_grad_enabled(grad):
+                    found = _logprobs_or_values(model, row.to(model.device))
+                if grad:
+                    found.sum().backward()
             model.zero_grad(set_to_none=True)
 
 

@@ -625,10 +625,15 @@ def test_a_warm_up_leaves_no_gradient(monkeypatch):
     monkeypatch.setattr(logprobs_file, "_is_compiled", lambda model: True)
     monkeypatch.setattr(logprobs_file, "_compiled", lambda function: function)
     model, row = make_model(), pack(random_sequences([(3, 9)]), 50)[0]
-    backwards = []
+    backwards, passes = [], []
     model.lm_head.weight.register_hook(lambda grad: backwards.append(grad))
+    model.model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     warm_up([model, None], [row], lambda model: contextlib.nullcontext())
     assert len(backwards) == 1 and all(p.grad is None for p in model.parameters())
+    warm_up([model], [row], lambda model: contextlib.nullcontext(), both=False)
+    model.requires_grad_(False)
+    warm_up([model], [row], lambda model: contextlib.nullcontext(), both=False)
+    assert passes == [False, True, True, False] and len(backwards) == 2
 
 
 def test_values_of_a_bf16_critic_are_not_rounded_to_bf16():
