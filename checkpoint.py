@@ -63,6 +63,10 @@ class TrainState:
         self.model = model
         self.optimizer = optimizer
 
+    def weights(self) -> TrainState:
+        """The model alone."""
+        return TrainState(self.model, ())
+
     def state_dict(self) -> dict[str, Any]:
         is_fresh = isinstance(self.optimizer, torch.optim.Optimizer) and not self.optimizer.state
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -121,9 +125,11 @@ class GeneratorState:
             torch.cuda.set_rng_state(state["cuda"])
 
 
-def save(out_dir: str | Path, step: int, state: Mapping[str, Any], *, keep: int = 2) -> None:
+def save(
+    out_dir: str | Path, step: int, state: Mapping[str, Any], *, keep: int = 2, group: Any = None
+) -> None:
     """Write `state` as out_dir/step-N, complete or not at all, then remove all but the newest
-    `keep`. Collective.
+    `keep`. Collective over `group`, which has all ranks.
 
     state: entries with state_dict() and load_state_dict(state). TrainStates go into DCP shards, all
     others into one small file per rank. Only what save() has written is removed, and never the step
@@ -137,14 +143,14 @@ def save(out_dir: str | Path, step: int, state: Mapping[str, Any], *, keep: int 
     if newest and _step_of(newest[0]) > step:
         rule = "is of a later step, so of another run; save elsewhere, or remove it"
         raise ValueError(f"{newest[0]}: {rule}")
-    _barrier()  # all have looked
-    problem = _first(_clear(out_dir) if _is_rank0() else None)
+    _barrier(group)  # all have looked
+    problem = _first(_clear(out_dir) if _is_rank0() else None, group)
     if problem is None:
-        problem, mine = _write(temporary, step, state)
-        files = ChainMap(*_gather(mine))
-        problem = _first(problem)
+        problem, mine = _write(temporary, step, state, group)
+        files = ChainMap(*_gather(mine, group))
+        problem = _first(problem, group)
     if problem is None:
-        problem = _first(_publish(temporary, final, files, keep) if _is_rank0() else None)
+        problem = _first(_publish(temporary, final, files, keep) if _is_rank0() else None, group)
     if problem:
         shutil.rmtree(temporary, ignore_errors=True)  # on all ranks, who may be on several hosts
         raise OSError(f"{final}: not saved ({problem}); earlier checkpoints are as they were")
@@ -161,17 +167,13 @@ def _clear(out_dir: Path) -> str | None:
     return None
 
 
-def _write(directory: Path, step: int, state: Mapping[str, Any]) -> tuple[str | None, dict]:
+def _write(directory: Path, step: int, state: Mapping, group: Any) -> tuple[str | None, dict]:
     """Write this rank's files. What went wrong, if anything did, and {file: [bytes, CRC-32]}."""
     try:
-        dcp.save(_sharded(state), checkpoint_id=directory)
+        dcp.save(_sharded(state), checkpoint_id=directory, process_group=group)
     except dcp.CheckpointException as error:  # on all ranks, whichever failed
         return _cause(error), {}
-    small = {
-        name: value.state_dict()
-        for name, value in state.items()
-        if not isinstance(value, TrainState)
-    }
+    small = {name: x.state_dict() for name, x in state.items() if not isinstance(x, TrainState)}
     rank_file = directory / f"rank{_rank()}.pt"
     try:
         torch.save({"step": step, "world_size": _world_size(), "state": small}, rank_file)
@@ -353,9 +355,7 @@ def _line(error: BaseException) -> str:
 
 
 def _sharded(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.state_dict() for name, value in state.items() if isinstance(value, TrainState)
-    }
+    return {name: x.state_dict() for name, x in state.items() if isinstance(x, TrainState)}
 
 
 def _complete(out_dir: Path) -> list[Path]:
@@ -369,18 +369,18 @@ def _step_of(directory: Path) -> int:
     return int(directory.name.removeprefix("step-"))
 
 
-def _gather(value: Any) -> list:
+def _gather(value: Any, group: Any = None) -> list:
     """Each rank's value."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 
-def _first(problem: str | None) -> str | None:
+def _first(problem: str | None, group: Any = None) -> str | None:
     """The first rank's problem, on all ranks."""
-    return next((found for found in _gather(problem) if found), None)
+    return next(filter(None, _gather(problem, group)), None)
 
 
 def _rank() -> int:
@@ -395,6 +395,6 @@ def _is_rank0() -> bool:
     return _rank() == 0
 
 
-def _barrier() -> None:
+def _barrier(group: Any = None) -> None:
     if dist.is_initialized():
-        dist.barrier()
+        dist.barrier(group)

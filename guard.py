@@ -19,6 +19,16 @@ How it works.
    all have the same norm. `count` writes the minibatch's samples to a file. After `max_skipped` in
    a row the run is saved and stops: the weights are those before the first of them.
 
+4. Errors. Until an optimizer takes its first step, the weights are those of the step before: a
+   reward function or a sampler that raises costs that one step. What belongs to the state and is no
+   weight (the data's position, generators) is copied after each step. On an uncaught exception the
+   rank tells the others by the store that torchrun has. A thread of each rank looks there once a
+   second. These threads save the state in a process group of their own, since the main ones may
+   wait for the rank that failed. They do so only if on all ranks the weights are of that step.
+   Otherwise a line says which older state a resume starts from.
+5. The best. After an evaluation with more reward than any before, the weights go to best/step-N.
+   That is 4 bytes a parameter, and nothing resumes from it.
+
 What we give up: a save in the middle of a step. If a step outlasts the grace period of a scheduler
 (30 s is usual), the time since the last save is lost; examples/slurm.sh asks for a longer one.
 """
@@ -26,23 +36,30 @@ What we give up: a save in the middle of a step. If a step outlasts the grace pe
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
+import pickle
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 GRACE_S = 30  # between SIGTERM and SIGKILL, of most schedulers
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FAILED = "guard/failed"  # in the store: the step after which a rank that failed would save
+MEET_S = 10  # for that, a rank may finish its step so long
 
 
 class Guard:
@@ -72,6 +89,14 @@ class Guard:
         self._asked = 0  # the signal that came first
         self._stop = 0  # the signal that all ranks have agreed to leave by
         self._in_a_row: Counter[str] = Counter()  # skipped minibatches of each model
+        self._state: Mapping[str, Any] = {}
+        self._kept: dict[str, Any] = {}  # the state after _num_done steps, if _is_sound
+        self._num_done = 0
+        self._num_saved = 0  # steps, in the newest saved state
+        self._is_sound = True  # no weight has changed since
+        self._best_reward = -math.inf
+        self._is_told = threading.Event()  # what became of the state after an error
+        self._has_failed = False  # on this rank
         self._listen()
 
     def _listen(self) -> None:
@@ -127,6 +152,161 @@ class Guard:
             known = {name: x[part] for name, x in row.fields.items() if x.is_floating_point()}
             odd = [name for name, x in known.items() if not x.isfinite().all()]
             yield {"not_finite": odd, "text": self.decode(row.tokens[part].cpu())}
+
+    def protect(
+        self,
+        first_step: int,
+        state: Mapping[str, Any],
+        save: Callable[..., None],
+        present: Callable[..., contextlib.AbstractContextManager],
+    ) -> None:
+        """From now on `state` is saved: when it is due, if an error ends the run, and the best
+        weights. Collective.
+
+        state: its entry "policy" has weights(). save: checkpoint.save. present(*owners): inside, an
+        entry's model and optimizer are where they can be saved (offload.Offload.present).
+        """
+        self._state = state
+        self._save = save
+        self._present = present
+        self._owners = []
+        self._num_done = self._num_saved = first_step
+        self._best_reward = self._best_before(first_step)
+        for entry in state.values():
+            self._owners += [getattr(entry, "model", None), getattr(entry, "optimizer", None)]
+            if getattr(entry, "optimizer", None):
+                entry.optimizer.register_step_pre_hook(self._begin_update)
+        self._keep()
+        if not self._saves():
+            return
+        sys.excepthook = functools.partial(self._end_by_error, sys.excepthook)
+        self._group = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
+            self._store = distributed_c10d._get_default_store()
+            self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+            threading.Thread(target=self._wait_for_errors, daemon=True).start()
+
+    def _saves(self) -> bool:
+        return bool(self.config.save_minutes or self.config.save_every)
+
+    def _keep(self) -> None:
+        """Takes the entries that are no weights as they are now."""
+        for name, entry in self._state.items():
+            is_sharded = hasattr(entry, "optimizer")
+            self._kept[name] = entry if is_sharded else _Kept(entry.state_dict())
+        self._is_sound = True
+
+    def _begin_update(self, *_: Any) -> None:
+        self._is_sound = False
+
+    def save_if_due(self, step: int, meter: Any) -> None:
+        """To be called when 0-based `step` is over. Collective. meter: takes the time of "save"."""
+        if (step + 1) % self.save_at == 0:
+            self._num_done = step + 1
+            self._keep()
+        if not self.is_save_due(step):
+            return
+        self._is_sound = False  # an error here is no reason to try once more
+        with self.saving(), meter.timer("save"), self._present(*self._owners):
+            self._save_to("checkpoints", self._state, self.config.keep)
+            self._num_saved = self._num_done
+        self._is_sound = True
+
+    def _save_to(self, name: str, state: Mapping, keep: int, group: Any = None) -> None:
+        self._save(self.directory / name, self._num_done, state, keep=keep, group=group)
+
+    def keep_best(self, num_done: int, groups: list, meter: Any) -> None:
+        """Saves the policy's weights after num_done steps, if these greedy responses have more
+        reward than those of any evaluation before. groups: this rank's. Collective.
+        """
+        if not self._saves():
+            return
+        rewards = [reward for group in groups for reward in group.rewards]
+        total = torch.tensor([sum(rewards), len(rewards)], dtype=torch.float64)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        reward = (total[0] / total[1]).item()
+        if not reward > self._best_reward:
+            return
+        self._best_reward = reward
+        best = {"policy": self._state["policy"].weights(), "best": _Kept({"reward": reward})}
+        with self._going_on("the best state"), meter.timer("save"):
+            self._save(self.directory / "best", num_done, best, keep=1)
+
+    def _best_before(self, first_step: int) -> float:
+        """The reward of the best state. One of a later step is removed: its step is taken again."""
+        found = -math.inf
+        for path in (self.directory / "best").glob("step-*"):
+            if int(path.name[5:]) > first_step:
+                if _is_rank0():
+                    shutil.rmtree(path)
+                continue
+            with contextlib.suppress(OSError, RuntimeError, pickle.UnpicklingError):  # damaged
+                found = torch.load(path / "rank0.pt")["state"]["best"]["reward"]
+        return found
+
+    def _end_by_error(self, before: Callable, kind: type, value: BaseException, trace: Any) -> None:
+        """sys.excepthook: saves the state, if that can be done, and goes on to the one `before`."""
+        self._has_failed = True
+        if self._num_saved == self._num_done or not self._is_sound:
+            self._tell(None if self._is_sound else "its update had begun")
+        elif self._group is None:
+            self._rescue(self._num_done)
+        else:
+            self._store.set(FAILED, str(self._num_done))
+            self._is_told.wait()
+        before(kind, value, trace)
+
+    def _wait_for_errors(self) -> None:
+        while not self._store.check([FAILED]):
+            time.sleep(1)
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+        self._rescue(int(self._store.get(FAILED)))
+        time.sleep(1)  # a rank that leaves closes its connections
+        self._is_told.set()
+        if not self._has_failed:
+            time.sleep(5)  # the error is on the screen first
+            os._exit(1)
+
+    def _rescue(self, num_done: int) -> None:
+        """Saves the state after num_done steps, if all ranks have it. Collective over _group."""
+        try:
+            problem = None if self._group is None else self._lacks(num_done)
+            if not problem:
+                with self._present(*self._owners):
+                    self._save_to("checkpoints", self._kept, self.config.keep, self._group)
+                self._num_saved = num_done
+        except (OSError, ValueError, RuntimeError) as error:
+            problem = " ".join(str(error).split())
+        if _is_rank0():
+            self._tell(problem)
+
+    def _lacks(self, num_done: int) -> str | None:
+        """What keeps the ranks from saving the state after num_done steps, if anything does."""
+        until = time.monotonic() + MEET_S
+        while self._num_done != num_done and time.monotonic() < until:
+            time.sleep(0.1)  # this rank is a little behind
+        has_it = self._num_done == num_done and self._is_sound
+        self._store.set(f"{FAILED}/{dist.get_rank()}", str(int(has_it)))
+        keys = [f"{FAILED}/{rank}" for rank in range(dist.get_world_size())]
+        until = time.monotonic() + 2 * MEET_S
+        while not self._store.check(keys):
+            if time.monotonic() > until:
+                return "another rank does not answer"
+            time.sleep(0.1)
+        votes = [self._store.get(key) for key in keys]
+        return "another rank's update had begun" if b"0" in votes else None
+
+    def _tell(self, problem: str | None) -> None:
+        """What an error has left to go on from."""
+        older = f"--resume goes on from the state after step {self._num_saved}"
+        if not self._num_saved:
+            older = "there is no saved state"
+        what = f"NOT saved ({problem}); {older}" if problem else older
+        done = f"after step {self._num_done} of {self.num_steps}"
+        print(f"stopped by an error {done}: {what}", flush=True)
 
     def is_save_due(self, step: int) -> bool:
         """Whether the state is saved after 0-based `step`. Collective."""
@@ -191,6 +371,16 @@ class Guard:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+class _Kept:
+    """A small entry as it was."""
+
+    def __init__(self, state: Any):
+        self._state = state
+
+    def state_dict(self) -> Any:
+        return self._state
 
 
 def _is_rank0() -> bool:

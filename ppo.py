@@ -150,8 +150,7 @@ def main(asked: Args) -> None:
             "generators": checkpoint.GeneratorState(),
         }
         out_dir = args.run.directory
-        checkpoints = out_dir / "checkpoints"
-        first_step = checkpoint.load(checkpoints, state) if args.run.resume else 0
+        first_step = checkpoint.load(out_dir / "checkpoints", state) if args.run.resume else 0
         offloader = offload.Offload(args.offload, *models[1:], *optimizers)
         meter.lap("models")
         engine = make_engine(args, paths[0], tokenizer)
@@ -163,6 +162,7 @@ def main(asked: Args) -> None:
     meter.lap("warm_up")
     journal.write_start(meter.reduce())
     guard = Guard(args.run, out_dir, args.num_steps, tokenizer.decode, save_at=args.rollout_every)
+    guard.protect(first_step, state, checkpoint.save, offloader.present)
 
     for first in range(first_step, args.num_steps, args.rollout_every):
         # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case. A
@@ -170,7 +170,7 @@ def main(asked: Args) -> None:
         with engine.awake():
             sync(args, policy, engine, meter)
             if args.eval_every and first % args.eval_every == 0 and first + 1 < args.num_steps:
-                evaluate(args, engine, scorer, tokenizer, eval_prompts, meter)
+                evaluate(args, first, engine, scorer, tokenizer, eval_prompts, meter, guard)
             prompts = stream.take(args.batch.prompts_per_step)
             with meter.timer("rollout"):
                 seed = data.sampling_seed(args.seed, first, 0)
@@ -216,15 +216,13 @@ def main(asked: Args) -> None:
             if args.eval_every and step + 1 == args.num_steps:
                 with engine.awake():
                     sync(args, policy, engine, meter)
-                    evaluate(args, engine, scorer, tokenizer, eval_prompts, meter)
+                    evaluate(args, step + 1, engine, scorer, tokenizer, eval_prompts, meter, guard)
             if mesh.size() > 1:  # timed by itself: those of the gradients overlap the update
                 meter.add("communication/nccl_bw_gb", hardware.measure_bandwidth(1 << 22))
             if args.gae.kl_coef and step + 1 == first + args.rollout_every:
                 kl_penalty.update(stats["actor/reward_kl_penalty"], args.batch.num_samples)
             journal.write(step, meter.reduce())
-            if guard.is_save_due(step):
-                with guard.saving(), meter.timer("save"), offloader.present(critic, *optimizers):
-                    checkpoint.save(checkpoints, step + 1, state, keep=args.run.keep)
+            guard.save_if_due(step, meter)
             guard.leave_if_over(step)
 
     weights = reshard.iter_full_params(policy, dtype=engine.dtype)
@@ -298,10 +296,11 @@ def sync(args: Args, policy: nn.Module, engine: rollout.Engine, meter) -> None:
             reshard.verify_sync(policy, engine)
 
 
-def evaluate(args: Args, engine, scorer, tokenizer, prompts: list[data.Prompt], meter) -> None:
+def evaluate(args: Args, step: int, engine, scorer, tokenizer, prompts, meter, guard) -> None:
     """Greedy reward and, of --eval-samples k, mean@k and pass@k, on the held-out prompts."""
     seed = data.sampling_seed(args.seed, "eval")
-    sampling.evaluate(engine, scorer, tokenizer, prompts, args.eval_samples, seed, meter)
+    made = sampling.evaluate(engine, scorer, tokenizer, prompts, args.eval_samples, seed, meter)
+    guard.keep_best(step, made[0], meter)
 
 
 def score(args: Args, prompts, drawn, scorer: Scorer, reward_model, meter) -> list[Group]:

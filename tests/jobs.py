@@ -63,7 +63,11 @@ def train(args, world_size=1, **replaced):
             module, _, attribute = name.partition(".")
             assert hasattr(sys.modules[module], attribute), name
             setattr(sys.modules[module], attribute, value)
-        entry.main(args)
+        try:
+            entry.main(args)
+        except Exception:
+            sys.excepthook(*sys.exc_info())  # which saves the run
+            raise
 
     run_ranks(world_size, job, timeout_s=120)
     return args.run.directory

@@ -2,6 +2,7 @@
 
 import argparse
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from jobs import settings, train, weights
@@ -18,9 +19,9 @@ def trained(tiny, files, tmp_path_factory):
     return train(settings(tiny, files, out, num_steps=3, run=dict(save_every=1, keep=3)))
 
 
-def exported(directory, out, step=None, world_size=1):
+def exported(directory, out, step=None, world_size=1, best=False):
     def job():
-        export.main(argparse.Namespace(run=directory, out=out, step=step))
+        export.main(argparse.Namespace(run=directory, out=out, step=step, best=best))
 
     run_ranks(world_size, job)
     return load_file(out / "model.safetensors")
@@ -49,6 +50,26 @@ def test_another_step_is_the_model_of_that_step(tiny, files, trained, tmp_path):
     assert not all(x.equal(found[name]) for name, x in weights(trained).items())
 
 
+def test_the_best_state_by_evaluation_is_kept_beside_the_newest_and_can_be_exported(
+    tiny, files, tmp_path
+):
+    """Evaluated after 0, 1, 2 and 4 steps, the last time as the run ends."""
+    rewards = iter([0.1, 0.3, 0.7, 0.7, 0.5])
+
+    def evaluated(*_):
+        return [[SimpleNamespace(rewards=[next(rewards)])]]
+
+    changes = dict(num_steps=4, eval_every=1, eval_paths=(str(files / "3.jsonl"),))
+    args = settings(tiny, files, tmp_path, run=dict(save_minutes=10.0), **changes)
+    directory = train(args, **{"sampling.evaluate": evaluated})
+    kept = [path.name for part in ("best", "checkpoints") for path in (directory / part).iterdir()]
+    assert kept == ["step-000002", "step-000004"]
+    found = exported(directory, tmp_path / "out", best=True)
+    earlier = train(settings(tiny, files, tmp_path / "short", num_steps=2))
+    assert all(x.equal(found[name]) for name, x in weights(earlier).items())
+    assert not all(x.equal(found[name]) for name, x in weights(directory).items())
+
+
 def test_what_cannot_be_exported_is_refused_in_a_line_and_nothing_is_written(trained, tmp_path):
     full = tmp_path / "full"
     full.mkdir()
@@ -63,4 +84,6 @@ def test_what_cannot_be_exported_is_refused_in_a_line_and_nothing_is_written(tra
     ]:
         with pytest.raises(SystemExit, match=message):
             exported(directory, out, step)
+    with pytest.raises(SystemExit, match="has no best state; a run keeps one with --eval-every"):
+        exported(trained, tmp_path / "new", best=True)
     assert not (tmp_path / "new").exists() and (full / "model.safetensors").exists()

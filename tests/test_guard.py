@@ -1,5 +1,7 @@
 """A guard: it saves by the clock, stops at the end of a step, and skips what is not finite."""
 
+import contextlib
+import functools
 import json
 import math
 import os
@@ -7,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +19,12 @@ import torch.distributed as dist
 from jobs import records, settings, train, weights
 from ranks import run_ranks
 
+import checkpoint
 import grpo
 import guard
 import optim
 import ppo
-from checkpoint import load
+from checkpoint import TrainState, load
 from guard import Guard
 from metrics import Metrics
 from run import RunConfig
@@ -203,6 +207,115 @@ def test_one_rank_that_is_asked_stops_all(tmp_path):
         return watch.is_save_due(0), watch._stop
 
     assert run_ranks(2, job) == [(True, signal.SIGTERM)] * 2
+
+
+# Errors
+
+
+def broken(name, at, when=lambda: True):
+    """{name: a stand-in whose call number `at` raises, on the ranks where `when()` is true}."""
+    module, attribute = name.split(".", 1)
+    real = functools.reduce(getattr, attribute.split("."), sys.modules[module])
+    count = iter(range(10_000))
+
+    def call(*arguments, **options):
+        if next(count) == at and when():
+            raise ZeroDivisionError("on purpose")
+        return real(*arguments, **options)
+
+    return {name: call}
+
+
+def is_rank1():
+    return dist.get_rank() == 1
+
+
+@pytest.mark.parametrize("entry", [grpo, pytest.param(ppo, marks=pytest.mark.slow)])
+def test_an_error_before_the_update_leaves_the_state_of_the_step_before(
+    tiny, files, tmp_path, capfd, entry
+):
+    """A reward function raised in the fifth step, and the last save was ten minutes ago."""
+    more = dict(rollout_every=2) if entry is ppo else {}
+    args = settings(tiny, files, tmp_path, entry, num_steps=6, run=dict(save_minutes=10.0), **more)
+    at = 2 if entry is ppo else 4
+    with pytest.raises(ZeroDivisionError):
+        train(args, **broken("sampling.to_groups", at))
+    after = "stopped by an error after step 4 of 6: --resume goes on from the state after step 4\n"
+    assert after in capfd.readouterr().out
+    resumed = train(replace(args, run=replace(args.run, resume=True)))
+    whole = train(settings(tiny, files, tmp_path / "whole", entry, num_steps=6, **more))
+    assert [record["step"] for record in records(resumed)] == list(range(6))
+    for name, x in weights(whole).items():
+        assert weights(resumed)[name].equal(x), name
+
+
+def test_an_error_within_the_update_saves_nothing_and_names_the_older_state(
+    tiny, files, tmp_path, capfd
+):
+    args = settings(tiny, files, tmp_path, num_steps=6, run=dict(save_minutes=10.0, save_every=2))
+    for at, older in ((1, "there is no saved state"), (5, "--resume goes on from the state after")):
+        with pytest.raises(ZeroDivisionError):
+            train(args, **broken("losses.actor_loss", at))  # in the second minibatch of two
+        what = f"NOT saved (its update had begun); {older}"
+        done = f"stopped by an error after step {at // 2} of 6"
+        assert f"{done}: {what}" in capfd.readouterr().out
+    assert [path.name for path in (args.run.directory / "checkpoints").iterdir()] == ["step-000002"]
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_has_all_ranks_save_and_leave(tiny, files, tmp_path, capfd):
+    """The other one waits for it in a collective, and would for --timeout-s."""
+    args = settings(tiny, files, tmp_path, num_steps=4, run=dict(save_minutes=10.0))
+    with pytest.raises((ZeroDivisionError, RuntimeError)):
+        train(args, 2, **broken("sampling.to_groups", 2, is_rank1))
+    assert "step 2 of 4: --resume goes on from the state after step 2\n" in capfd.readouterr().out
+    (found,) = (args.run.directory / "checkpoints").iterdir()
+    assert found.name == "step-000002" and (found / "rank1.pt").exists()
+    resumed = train(replace(args, run=replace(args.run, resume=True)), 2)
+    whole = train(settings(tiny, files, tmp_path / "whole", num_steps=4), 2)
+    for name, x in weights(whole).items():
+        assert weights(resumed)[name].equal(x), name
+
+
+def test_ranks_that_are_not_at_the_same_step_save_nothing(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(guard, "MEET_S", 0.5)
+
+    def job():
+        watch = make(tmp_path)
+        saved = []
+        watch.protect(0, {}, lambda *_, **__: saved.append(1), contextlib.nullcontext)
+        watch._num_done = 4
+        watch._is_sound = dist.get_rank() == 0
+        dist.barrier()
+        if dist.get_rank() == 0:
+            watch._end_by_error(lambda *_: None, ValueError, ValueError(), None)
+        watch._has_failed = True  # stays, to answer
+        watch._is_told.wait()
+        return saved
+
+    assert run_ranks(2, job) == [[], []]
+    what = "NOT saved (another rank's update had begun); there is no saved state\n"
+    assert f"stopped by an error after step 4 of 100: {what}" in capfd.readouterr().out
+
+
+def test_the_best_state_of_a_later_step_than_a_resume_begins_with_is_made_again(tmp_path):
+    """Its number would be in the way of the save."""
+    weight = torch.nn.Linear(1, 1)
+    state = {"policy": TrainState(weight, torch.optim.AdamW(weight.parameters()))}
+
+    def best_after(first_step, *rewards):
+        watch = make(tmp_path)
+        watch.protect(first_step, state, checkpoint.save, contextlib.nullcontext)
+        for i, reward in enumerate(rewards):
+            watch.keep_best(first_step + i, [SimpleNamespace(rewards=[reward, 0.0])], Metrics())
+        return [path.name for path in (tmp_path / "best").iterdir()]
+
+    hook = sys.excepthook
+    assert best_after(3, 0.5, 0.9, 0.7) == ["step-000004"]
+    assert best_after(5, 0.8) == ["step-000004"]
+    assert best_after(3, 0.2, 0.6) == ["step-000004"]
+    assert best_after(2, 0.2) == ["step-000002"]
+    sys.excepthook = hook
 
 
 # Gradients that are not finite

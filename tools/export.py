@@ -2,9 +2,10 @@
 
     bash launch.sh tools/export.py runs/grpo OUT              the newest state that is whole
     bash launch.sh tools/export.py runs/grpo OUT --step 40    another one
+    bash launch.sh tools/export.py runs/grpo OUT --best       the one with most reward in evaluation
 
-A run that was stopped has no hf/ yet, and --keep states beside the last may be the better ones. The
-weights are bf16 from a GPU, fp32 from a CPU. One rank per GPU shares them, as in training.
+A run that was stopped has no hf/ yet, and the last of its states need not be the best. The weights
+are bf16 from a GPU, fp32 from a CPU. One rank per GPU shares them, as in training.
 """
 
 from __future__ import annotations
@@ -39,8 +40,12 @@ def main(args: argparse.Namespace) -> None:
         config = run.from_json(model.ModelConfig(), settings["model"] | {"compile": False})
         policy = model.load_policy(path, mesh, config)
         state = {"policy": checkpoint.TrainState(policy, ())}
-        step = checkpoint.load(args.run / "checkpoints", state, step=args.step)
-        if step == 0:
+        directory = args.run / ("best" if args.best else "checkpoints")
+        if args.best and not any(directory.glob("step-*")):
+            rule = "a run keeps one with --eval-every and --save-minutes"
+            raise ValueError(f"{args.run}: has no best state; {rule}")
+        step = checkpoint.load(directory, state, step=args.step)
+        if step == 0 and not args.best:
             which = "state" if args.step is None else f"state of step {args.step}"
             saved = ", ".join(map(str, run.saved_steps(args.run))) or "none"
             raise ValueError(f"{args.run}: has no saved {which}; there are: {saved}")
@@ -56,5 +61,6 @@ if __name__ == "__main__":
     parser.add_argument("run", type=Path, help="directory of the run")
     parser.add_argument("out", type=Path, help="directory to write, new or empty")
     parser.add_argument("--step", type=int, help="the state after this many steps")
+    parser.add_argument("--best", action="store_true", help="the best state by evaluation")
     main(parser.parse_args())
     run.leave()
