@@ -154,10 +154,9 @@ def actor_loss(
 
     logprobs, entropy [N] with grad. row: any object with cu_seqlens [S+1], num_response_tokens and
     the fields [N] response_mask, advantages, rollout_logprobs, old_logprobs unless they are the
-    current ones (in the first minibatch of a batch's only pass), and ref_logprobs if there is a KL
-    term (packing.PackedRow). totals: response "tokens" and "sequences" of the minibatch over all
-    ranks: losses of rows and ranks just add up. Statistics are means over the row's response
-    tokens, named by their metric.
+    current ones, and ref_logprobs if there is a KL term (packing.PackedRow). totals: response
+    "tokens" and "sequences" of the minibatch over all ranks: losses of rows and ranks just add up.
+    Statistics are means over the row's response tokens, named by their metric.
     """
     mask = row.fields["response_mask"]
     old_logprobs = row.fields.get("old_logprobs", logprobs.detach())
@@ -190,6 +189,7 @@ def actor_loss(
         loss = loss + config.kl_coef * masked_sum(kl * weights, mask) / normalizer
     if config.entropy_coef:
         loss = loss - config.entropy_coef * masked_sum(entropy * weights, mask) / normalizer
+    loss = loss * torch.where((sampled.isfinite() | ~mask).all(), 1.0, torch.nan)  # or skipped
     named = {f"actor/{name}": x.detach() for name, x in stats.items()}
     return loss, named | {f"rollout_corr/{name}": x for name, x in mismatch.items()}
 

@@ -226,16 +226,20 @@ class Engine:
         rollouts: list[Rollout | None] = [None] * (len(prompts) * num_samples)
         order = self._submission_order(prompts)
         made = [torch.tensor(prompt) for prompt in prompts]
+        num_garbled = 0
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):  # the trainer's own draws go on as they were
             torch.manual_seed(seed)
             for ended in self.backend.run(prompts, order, num_samples, temperature, seed):
-                _check_finite(ended)
+                num_garbled += _num_not_finite(ended)
                 for index, ids, logprobs, truncated in ended:
                     prompt = made[index // num_samples]
                     rollouts[index] = Rollout(prompt, ids, logprobs, truncated)
                 if on_finished is not None:
                     on_finished([(index, rollouts[index]) for index, *_ in ended])
+        if num_garbled:
+            what = f"log-probabilities of {num_garbled} of {len(rollouts)} responses"
+            print(f"warning: the sampler's {what} are not finite: it computes garbage", flush=True)
         for prompt, last in zip(prompts, rollouts[num_samples - 1 :: num_samples], strict=True):
             self.expected_lengths[hash(tuple(prompt))] = len(last.response_ids)
         return rollouts
@@ -304,13 +308,11 @@ class Engine:
             raise RuntimeError(f"{message} (the engine is {self.state})")
 
 
-def _check_finite(ended: list[tuple[int, Tensor, Tensor, bool]]) -> None:
+def _num_not_finite(ended: list[tuple[int, Tensor, Tensor, bool]]) -> int:
+    """Of the responses."""
     if torch.isfinite(torch.cat([logprobs for _, _, logprobs, _ in ended])).all():
-        return
-    for index, _, logprobs, _ in ended:
-        if not torch.isfinite(logprobs).all():
-            bad = f"log-probabilities of response {index} are not finite: {logprobs.tolist()}"
-            raise RuntimeError(f"the sampler computes garbage with this model: {bad:.200}")
+        return 0
+    return sum(not bool(logprobs.isfinite().all()) for _, _, logprobs, _ in ended)
 
 
 def _agree(*values: object) -> bool:

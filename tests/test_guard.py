@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import records, settings, train, weights
+from jobs import Scripted, records, settings, train, weights
 from ranks import run_ranks
 
 import checkpoint
@@ -390,6 +390,44 @@ def test_a_minibatch_with_a_nan_on_one_rank_is_skipped_on_all_and_the_run_goes_o
     assert all(x.isfinite().all() for x in weights(run).values())
     assert records(run)[2]["actor/grad_norm"] > 0
     assert (run / f"skipped-rank{world_size - 1}.jsonl").exists()
+
+
+class Garbled(Scripted):
+    """The first response to 1+1= ends with a log-probability that is none."""
+
+    bad = math.nan
+
+    def run(self, prompts, order, num_samples, temperature, seed):
+        for ended in super().run(prompts, order, num_samples, temperature, seed):
+            for index, ids, logprobs, truncated in ended:
+                if index % num_samples == 0 and prompts[index // num_samples] == [3, 12, 3, 13]:
+                    logprobs[-1] = self.bad
+                yield [(index, ids, logprobs, truncated)]
+
+
+@pytest.mark.parametrize(
+    "bad, kind, world_size",
+    [
+        (math.inf, "off", 1),
+        pytest.param(math.nan, "token", 2, marks=pytest.mark.slow),
+        pytest.param(-math.inf, "mask", 1, marks=pytest.mark.slow),
+        pytest.param(math.inf, "sequence", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_minibatch_with_a_sampled_logprob_that_is_not_finite_is_skipped_on_all_ranks(
+    tiny, files, tmp_path, bad, kind, world_size
+):
+    """+inf made a weight of 0, and without a correction any was trained on."""
+    backend = {"hf_backend.HfBackend": type("Garbled", (Garbled,), {"bad": bad})}
+    args = settings(tiny, files, tmp_path, num_steps=4, loss=dict(importance=kind))
+    run = train(args, world_size, **backend)
+    found = records(run)  # an epoch: the prompt is in one of 8 minibatches
+    assert sorted(record.get("actor/skipped", 0.0) for record in found) == [0.0, 0.0, 0.0, 1.0]
+    assert sorted(record["actor/num_updates"] for record in found) == [1, 2, 2, 2]
+    assert all(x.isfinite().all() for x in weights(run).values())
+    text = "".join(file.read_text() for file in run.glob("skipped-rank*.jsonl"))
+    odd = [json.loads(line)["not_finite"] for line in text.splitlines()]
+    assert sorted(odd) == [[]] * 7 + [["rollout_logprobs"]]
 
 
 def test_a_run_of_nan_stops_saved_with_the_weights_before_the_first(tiny, files, tmp_path):

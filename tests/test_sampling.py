@@ -101,15 +101,15 @@ def test_what_fails_beside_the_engine_stops_the_run(monkeypatch, what):
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf])
-def test_a_sampler_that_reports_what_is_not_finite_is_stopped(bad):
-    """-inf doubled a gradient at the cap, NaN was left out, and no alarm saw either."""
-    prompt = Prompt([3], "1", "", "", {})
-    for response in ((3,), (3, 4, EOS)):
-        engine = engine_that_ends(response=response, logprob=bad)
-        for scorer in (None, Submitted()):
-            with pytest.raises(RuntimeError, match="the sampler computes garbage with this model"):
-                draw(engine, scorer, addition.make_tokenizer(), [prompt], 1, seed=0)
-            assert not scorer
+def test_a_sampler_that_reports_what_is_not_finite_is_said_to(bad, capsys):
+    """One such number ended the run. actor_loss makes a skipped minibatch of it."""
+    prompts = [Prompt([3], "1", "", "", {})] * 3
+    tokenizer = addition.make_tokenizer()
+    draw(engine_that_ends(response=(3, 4, EOS), logprob=bad), None, tokenizer, prompts, 1, seed=0)
+    what = "log-probabilities of 3 of 3 responses are not finite: it computes garbage"
+    assert capsys.readouterr().out == f"warning: the sampler's {what}\n"
+    draw(engine_that_ends(response=(3, 4, EOS)), None, tokenizer, prompts, 1, seed=0)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
