@@ -53,6 +53,7 @@ import hf_backend
 import hub
 import logprobs
 import losses
+import memory
 import metrics
 import model
 import offload
@@ -222,7 +223,7 @@ def main(asked: Args) -> None:
         rate = optim.learning_rate_at(step, args.num_steps, args.learning_rate, args.optim)
         with meter.timer("update"), offloader.present(optimizer):
             for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
-                kl = actor_gradients(args, policy, rows[m], totals[m], meter)
+                kl = memory.fit(actor_gradients, args, policy, rows[m], totals[m], meter)
                 if args.loss.target_kl and metrics.total(kl) > args.loss.target_kl:
                     policy.zero_grad()  # no further optimizer step on this batch, nor this one
                     break

@@ -36,6 +36,7 @@ import hf_backend
 import hub
 import logprobs
 import losses
+import memory
 import metrics
 import model
 import offload
@@ -347,13 +348,13 @@ def update(args: Args, step: int, policy, critic, optimizers, rows, totals, mete
     critic_rate = optim.learning_rate_at(step, args.num_steps, peak, args.optim)
     actor_learns = step >= alone
     for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
-        critic_gradients(args, critic, rows[m], totals[m], meter)
+        memory.fit(critic_gradients, args, critic, rows[m], totals[m], meter)
         norm = optim.optimizer_step(critic, critic_optimizer, critic_rate, args.optim.max_grad_norm)
         guard.count("critic", norm, step, rows[m], meter)
         meter.add_update("critic", norm, critic_rate)
         if not actor_learns:
             continue
-        kl = actor_gradients(args, policy, rows[m], totals[m], meter)
+        kl = memory.fit(actor_gradients, args, policy, rows[m], totals[m], meter)
         if args.loss.target_kl and metrics.total(kl) > args.loss.target_kl:
             policy.zero_grad()  # no further optimizer step on this batch, nor this one
             actor_learns = False

@@ -24,7 +24,7 @@ MACHINE = {
     "hf_backend",
     "scheduler",
 }
-MACHINE |= {"reshard", "comms", "exchange", "offload"}
+MACHINE |= {"reshard", "comms", "exchange", "offload", "memory"}
 RUN = {
     "run",
     "plan",
