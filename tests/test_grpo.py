@@ -54,7 +54,7 @@ from packing import BatchConfig, lay_out, sequence
 from reshard import sync_weights, verify_sync
 from rollout import Engine, Rollout, RolloutConfig
 from run import command_line, from_json
-from sampling import evaluate
+from sampling import draw, evaluate
 from vllm_backend import VllmBackend
 
 ROOT = Path(grpo.__file__).parent
@@ -576,6 +576,43 @@ def test_several_data_sets_are_mixed_by_their_weights(tiny, files, tmp_path):
 
 
 # Stop and go on
+
+
+@pytest.mark.slow
+def test_on_another_number_of_ranks_a_run_goes_on_with_the_same_prompts_and_losses(
+    tiny, files, tmp_path
+):
+    """Two steps on 2 ranks, two on 1, two on 4, as six on 2; an epoch ends with the fourth.
+    Responses follow from the prompt alone. Sums over ranks are rounded in another order.
+    """
+
+    def trained(directory, num_steps, world_size, **run):
+        asked = directory / "prompts"
+
+        def watched(engine, scorer, tokenizer, prompts, *more):
+            if dist.get_rank() == 0:
+                with open(asked, "a") as file:
+                    file.writelines(f"{prompt.text}\n" for prompt in prompts)
+            return draw(engine, scorer, tokenizer, prompts, *more)
+
+        directory.mkdir(exist_ok=True)
+        args = settings(
+            tiny, files, directory, num_steps=num_steps, run=dict(save_every=2) | run, **changes
+        )
+        found = train(args, world_size, **SCRIPTED | {"sampling.draw": watched})
+        return records(found), asked.read_text().splitlines()
+
+    changes = dict(loss=dict(kl_coef=0.1), refresh_every=3, learning_rate=1e-3)
+
+    whole, expected = trained(tmp_path / "whole", 6, 2)
+    for num_steps, world_size in ((2, 2), (4, 1), (6, 4)):
+        resume = num_steps > 2
+        parts, order = trained(tmp_path / "parts", num_steps, world_size, resume=resume)
+    assert order == expected and len(order) == 6 * 4 and len(set(order)) == 16
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "reward/mean"):
+        found = [record[name] for record in parts]
+        assert found == pytest.approx([record[name] for record in whole], rel=1e-4, abs=1e-6), name
+    assert any(record["actor/pg_loss"] for record in parts)
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
