@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 
 import torch
@@ -39,6 +38,7 @@ ROOT = Path(grpo.__file__).parent
 
 SCRIPTS = {"grpo": grpo, "ppo": ppo}
 NUM_STEPS = 16
+GRACE_S = 20  # that the launcher leaves the others, once a rank has failed
 MACHINE = ("timing_s/", "perf/", "throughput/", "memory/", "communication/")
 KILLS = [(number, victim) for number in (9, 15, 2) for victim in ("rank", "launcher", "all")]
 REWARDS = "def spread(response):\n    return sum(map(ord, response)) % 5 / 4\n"
@@ -117,7 +117,7 @@ def launch(script: str, num_ranks: int, words: list[str]) -> None:
             code = code or os.waitstatus_to_exitcode(status)
             pass_on(signal.SIGTERM, None)
             signal.signal(signal.SIGALRM, lambda *_: pass_on(signal.SIGKILL, None))
-            signal.alarm(20)
+            signal.alarm(GRACE_S)
     os._exit(code % 256)
 
 
@@ -129,7 +129,7 @@ def train(script: str, words: list[str]) -> None:
         entry.main(run.command_line(entry.Args(), {}, ""))
         run.leave()
     except BaseException:  # what a fork raises must not go on in the code of its parent
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
     os._exit(1)
 
 

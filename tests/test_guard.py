@@ -13,15 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import kills
 import pytest
 import torch
 import torch.distributed as dist
 from jobs import Scripted, records, settings, train, weights
 from ranks import run_ranks
+from tiny import save_tiny
 
 import checkpoint
 import grpo
 import guard
+import losses
 import optim
 import ppo
 from checkpoint import TrainState, load
@@ -390,6 +393,111 @@ def test_a_minibatch_with_a_nan_on_one_rank_is_skipped_on_all_and_the_run_goes_o
     assert all(x.isfinite().all() for x in weights(run).values())
     assert records(run)[2]["actor/grad_norm"] > 0
     assert (run / f"skipped-rank{world_size - 1}.jsonl").exists()
+
+
+def not_finite(loss, names):
+    """A stand-in for losses.NAME: its odd calls get rows with a NaN in each of the fields in turn,
+    and then sound ones."""
+    real = getattr(losses, loss)
+    poisons = iter([x for name in names for x in (None, name)])
+
+    def poisoned_loss(*arguments):
+        position = next(i for i, x in enumerate(arguments) if hasattr(x, "fields"))
+        name = next(poisons, None)
+        arguments = list(arguments)
+        if name is not None:
+            row = arguments[position]
+            bad = row.fields[name].where(~row.fields["response_mask"], math.nan)
+            arguments[position] = replace(row, fields=row.fields | {name: bad})
+        return real(*arguments)
+
+    return {f"losses.{loss}": poisoned_loss}
+
+
+@pytest.mark.parametrize(
+    "entry, loss, names",
+    [
+        (grpo, "actor_loss", ["advantages", "old_logprobs", "ref_logprobs"]),
+        pytest.param(ppo, "critic_loss", ["values", "returns"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_nan_in_any_quantity_is_a_skipped_minibatch(tiny, files, tmp_path, entry, loss, names):
+    batch = dict(num_epochs=2)  # four updates a step, all with old log-probabilities
+    args = settings(tiny, files, tmp_path, entry, batch=batch, loss=dict(kl_coef=0.1))
+    run = train(args, **not_finite(loss, names))
+    name = loss.partition("_")[0]
+    assert sum(record.get(f"{name}/skipped", 0) for record in records(run)) == len(names)
+    assert sum(record[f"{name}/num_updates"] for record in records(run)) == 8 - len(names)
+    assert all(x.isfinite().all() for x in weights(run).values())
+
+
+# Faults of one rank of two, in each of the six phases
+PHASES = {
+    1: "sampling.draw",
+    2: "rewards.Scorer.collect",
+    3: "packing.lay_out",
+    4: "logprobs.with_logprobs",
+    5: "losses.actor_loss",
+    6: "report.Report.write",
+}
+
+
+def end_of_a_job_with_a_fault(directory, phase, fault):
+    """Exit code, seconds and output of two ranks, of which the second meets the fault in the second
+    step's phase."""
+    owner, _, name = PHASES[phase].rpartition(".")
+    module, _, kind = owner.partition(".")
+    owner = getattr(sys.modules[module], kind) if kind else sys.modules[module]
+    real = getattr(owner, name)
+    calls = iter(range(1000))
+    per_step = 2 if phase == 5 else 1  # minibatches
+
+    def faulty(*arguments, **options):
+        if os.environ["RANK"] == "1" and next(calls) == per_step:
+            fault()
+        return real(*arguments, **options)
+
+    setattr(owner, name, faulty)
+    kills.GRACE_S = 1
+    out = directory / f"{phase}-{fault.__name__}"
+    more = "--timeout-s 6 --num-epochs 1 --save-every 0 --resample-tries 1 --refresh-every 0"
+    words = [*kills.flags(directory, "grpo", out), *more.split(), "--loss.kl-coef", "0"]
+    begin = time.monotonic()
+    job = kills.Job("grpo", 2, words, directory / f"{out.name}.log", torchrun=False)
+    setattr(owner, name, real)
+    code = job.wait(60)
+    return code, time.monotonic() - begin
+
+
+def raises():
+    raise ZeroDivisionError("on purpose")
+
+
+def hangs():
+    time.sleep(1000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [raises, hangs])
+def test_a_rank_that_fails_or_hangs_in_any_phase_ends_the_job_within_60_s(tmp_path, capfd, fault):
+    """OpenRLHF#624: the other ranks waited for the watchdog, and the cause was not to be seen."""
+    save_tiny(tmp_path / "model")
+    (tmp_path / "rewards.py").write_text(kills.REWARDS)
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(i)} for i in range(16)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for phase in PHASES:
+        code, seconds = end_of_a_job_with_a_fault(tmp_path, phase, fault)
+        out, error = capfd.readouterr()  # what Python prints; what C++ does is in the job's log
+        assert code and seconds < 60, (phase, code, seconds)
+        assert ("step    1/16" in out, "step    3/16" in out) == (True, False)
+        if fault is hangs:
+            assert "[rank 0] error: --timeout-s 6: another rank did not answer" in error, phase
+            continue
+        assert "[rank 1] Traceback" in error and "ZeroDivisionError: on purpose" in error
+        state = "--resume goes on from the state after step 1"
+        if phase == 6:
+            state = "NOT saved (its update had begun); there is no saved state"
+        assert f"stopped by an error after step 1 of 16: {state}\n" in out, phase
 
 
 class Garbled(Scripted):
