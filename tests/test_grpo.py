@@ -689,7 +689,7 @@ def test_the_last_evaluation_is_of_the_model_that_is_exported(
 
     def watched(engine, *arguments):
         torch.save(engine.model.state_dict(), tmp_path / "evaluated.pt")
-        evaluate(engine, *arguments)
+        return evaluate(engine, *arguments)
 
     base = dict(eval_paths=(str(files / "7.jsonl"),), eval_every=1, learning_rate=3e-2)
     args = settings(tiny, files, tmp_path, entry, **base | changes)
