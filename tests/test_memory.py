@@ -78,8 +78,9 @@ def gradients_of(place, limit, reduce_every_row=False):
 
     found = []
     for _ in range(2):  # a second minibatch, as after an optimizer step
-        # The first row, of 27 tokens, fits; its gradients are there when the second's 45 do not.
+        # Of 27, 45 and 27 tokens: gradients are there when the second row does not fit.
         rows = pack(random_sequences(LENGTHS), 45)[::-1]
+        rows += rows[:1]
         num_rows = memory.fit(gradients, ARGS, model, rows, {"tokens": 54}, None)
         assert num_rows == len(rows)
         grads = [p.grad for p in model.parameters()]
