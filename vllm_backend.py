@@ -72,6 +72,9 @@ class VllmBackend:
         self.max_model_len = max_model_len
         self.max_num_seqs = config.max_num_seqs or min(1024, num_samples)
         self.stop_ids = stop_ids
+        # What ranks share on a CPU: of this job, by the port of torchrun's store, and this engine.
+        engine = int(os.environ.get("RANK", 0)) // config.tensor_parallel_size
+        self.memory_name = f"handful{os.environ.get('MASTER_PORT', 0)}.{engine}"
         self.inner_ids: dict[int, str] = {}  # vLLM's names of the requests that run
         self.on_gpu = torch.cuda.is_available()
         self.sleeps = self.on_gpu and config.sleep_level > 0
@@ -100,6 +103,7 @@ class VllmBackend:
             vllm._custom_ops._supports_onednn = False
             # It binds all memory of this process, the trainer's too, to one NUMA node, and warns.
             torch.ops._C.init_cpu_memory_env = lambda nodes: None
+            _name_shared_memory(self.memory_name)
         # It warms up penalties, bad words and more, request by request, for 16 s. Nobody here asks
         # for any of it.
         params = self._sampling_params(1.0)
@@ -165,11 +169,9 @@ class VllmBackend:
             pass
 
     def _clean_up(self) -> None:
-        # What ranks share on CPU has the same name in every job; left behind by a killed one, it
-        # would fail the next.
-        for file in [] if self.on_gpu else Path("/dev/shm").glob("*-cpushm_*"):
-            # Another rank was faster, or it is another user's.
-            with contextlib.suppress(FileNotFoundError, PermissionError):
+        # All ranks of the engine have opened what they share. A job that is killed leaves no name.
+        for file in Path("/dev/shm").glob(f"{self.memory_name}-*-cpushm_*"):
+            with contextlib.suppress(FileNotFoundError):  # another rank was faster
                 file.unlink()
         finalizer = getattr(self.llm.llm_engine.engine_core, "_finalizer", None)  # none in 0.26
         if finalizer is not None:
@@ -303,6 +305,20 @@ def _globals_restored() -> Iterator[None]:
     torch.set_num_threads = set_num_threads
     torch.set_num_threads(num_threads)
     os.environ["LOCAL_WORLD_SIZE"] = local_world_size
+
+
+def _name_shared_memory(name: str) -> None:
+    """From now on the names of what ranks share on a CPU begin with `name`.
+
+    vLLM gives them the same name in every job of a host: one that starts meanwhile would join it.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    def make_group_name(communicator) -> str:
+        ranks = "-".join(map(str, communicator.ranks))
+        return f"{name}-{communicator.unique_name}-[{ranks}]-cpushm"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
 
 
 def _keep_residual_in_fp32() -> None:

@@ -6,8 +6,10 @@ with an engine each, two ranks that share one.
 """
 
 import math
+import os
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -448,6 +450,20 @@ def test_ranks_that_share_an_engine_hold_the_same_samples(shared_engine):
     first, second = shared_engine(job, 3)
     assert first == second and len({tuple(ids) for ids, _ in first}) == 16
     assert shared_engine(job, 4)[0] != first
+
+
+def test_ranks_that_share_an_engine_share_memory_under_a_name_of_their_own(shared_engine):
+    """By vLLM it was that of every job on the host. All have opened it: no name is left."""
+
+    def name_of_shared_memory(kept):
+        from vllm.distributed import parallel_state
+
+        communicator = parallel_state.get_tp_group().device_communicator
+        return communicator.dist_module.group_name, os.environ["MASTER_PORT"]
+
+    for name, port in shared_engine(name_of_shared_memory):
+        assert name.startswith(f"handful{port}.0-tp:") and name.endswith("-[0-1]-cpushm")
+        assert not list(Path("/dev/shm").glob(f"handful{port}.*"))
 
 
 @pytest.mark.parametrize("ranks", ["two_engines", "shared_engine"])

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -251,6 +253,25 @@ def test_a_model_that_vllm_does_not_take_is_refused_in_a_line(
     told = [line for line in output.splitlines() if "error: --rollout.engine vllm" in line]
     assert code != 0 and len(set(told)) == 1 and why in told[0] and "engine hf" in told[0], output
     assert num_ranks or "Traceback" not in output  # of torchrun, where there are several
+
+
+def test_shared_memory_of_another_job_or_engine_stays():
+    """By vLLM it has one name on a host: a job that was just starting lost it, or was joined."""
+    others = ["handful99998.1-tp:0-[2-3]", "handful99999.0-tp:0-[0-1]", "-tp:0-[0-1]"]
+    names = [f"{name}-cpushm_0" for name in ["handful99998.0-tp:0-[0-1]", *others]]
+    files = [Path("/dev/shm") / name for name in names]
+    for file in files:
+        file.touch()
+    engine = SimpleNamespace(engine_core=SimpleNamespace())
+    llm = SimpleNamespace(llm_engine=engine)
+    backend = SimpleNamespace(memory_name="handful99998.0", llm=llm)
+    try:
+        VllmBackend._clean_up(backend)
+        VllmBackend._clean_up(backend)  # as another rank
+        assert [file.exists() for file in files] == [False, True, True, True]
+    finally:
+        for file in files:
+            file.unlink(missing_ok=True)
 
 
 def test_building_an_engine_takes_nothing_from_the_trainers_generator_and_threads(monkeypatch):
