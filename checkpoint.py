@@ -27,7 +27,8 @@ whose schedule goes on from it.
     save("checkpoints", first_step + 1, state)
 
 What we give up: asynchronous saves (with DCP's, one run in five ended with a rank aborted). CRC-32
-finds what a disk spoils, not what somebody changes. Source: torch.distributed.checkpoint.
+finds what a disk spoils, not what somebody changes; and pickle, in DCP's files as in ours, runs
+what it reads: load checkpoints of your own alone. Source: torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -289,8 +290,7 @@ def _read(directory: Path, state: Mapping[str, Any]) -> str | None:
         dcp.load(sharded, checkpoint_id=directory, planner=_Planner())
     except dcp.CheckpointException as error:
         why = f"is not of this model ({_cause(error)})"
-        rule = "resume with the same --model and settings"
-        raise ValueError(f"{directory}: {why}; {rule}") from None
+        raise ValueError(f"{directory}: {why}; resume with the same --model and settings") from None
     if _is_rank0():
         print(f"resume: from {directory}", flush=True)
         if saved["world_size"] != _world_size():
