@@ -173,8 +173,9 @@ def main(asked: Args) -> None:
         offloader = offload.Offload(args.offload, reference, optimizer)
         meter.lap("models")
         engine = make_engine(args, path, tokenizer)
+        wandb = report.start_wandb(args.log, out_dir.name, asked)
         asked.run.open(asked)
-        journal = report.Report(out_dir, args.log, args.num_steps, first_step, asked, curves.plot)
+        journal = report.Report(out_dir, args.log, args.num_steps, first_step, wandb, curves.plot)
         meter.lap("engine")
     temperature = args.rollout.temperature
     sizes = args.batch.rows_of_all_sizes(engine.max_model_len)

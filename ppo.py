@@ -155,8 +155,9 @@ def main(asked: Args) -> None:
         offloader = offload.Offload(args.offload, *models[1:], *optimizers)
         meter.lap("models")
         engine = make_engine(args, paths[0], tokenizer)
+        wandb = report.start_wandb(args.log, out_dir.name, asked)
         asked.run.open(asked)
-        journal = report.Report(out_dir, args.log, args.num_steps, first_step, asked, curves.plot)
+        journal = report.Report(out_dir, args.log, args.num_steps, first_step, wandb, curves.plot)
         meter.lap("engine")
     temperature = args.rollout.temperature
     logprobs.warm_up(models, args.batch.rows_of_all_sizes(engine.max_model_len), offloader.present)
@@ -239,8 +240,7 @@ def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Pr
     path = hub.find_model(args.model_path, longest)
     tokenizer = hub.load_tokenizer(path, f"--model {args.model_path}")
     reward_path = hub.find_reward_model(args.reward_model_path, longest, path)
-    own_path = hub.find_critic(args.critic.path, longest, path)
-    critic_path = own_path or reward_path or path
+    critic_path = hub.find_critic(args.critic.path, longest, path) or reward_path or path
     datasets, eval_sets = data.load_all(args.data_paths, args.eval_paths, tokenizer, args.data)
     data.require_columns(eval_sets if reward_path else [*datasets, *eval_sets], scorer.wanted)
     has_evals = eval_sets or not args.eval_every

@@ -126,6 +126,22 @@ def _is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None  # None: just a folder of that name here
 
 
+def start_wandb(config: LogConfig, name: str, settings: Any = None) -> Any:
+    """A new wandb run for Report, on rank 0; None without a project. settings: a dataclass or
+    dictionary. ValueError without a login: call it before files of an earlier run are moved.
+    """
+    if not config.wandb_project or (dist.is_initialized() and dist.get_rank() != 0):
+        return None
+    import wandb
+
+    known = asdict(settings) if is_dataclass(settings) else settings
+    try:
+        return wandb.init(project=config.wandb_project, name=name, config=known)
+    except wandb.Error as error:
+        why = " ".join(str(error).split()) + "; run `wandb login`, or set WANDB_MODE=offline"
+        raise ValueError(f"--log.wandb-project {config.wandb_project}: {why}") from error
+
+
 class Report:
     """Writes the records of a run; does nothing on ranks other than 0."""
 
@@ -135,13 +151,13 @@ class Report:
         config: LogConfig,
         num_steps: int,
         first_step: int = 0,
-        settings: Any = None,
+        tracker: Any = None,
         plot: Callable[[Path, Path], None] | None = None,
     ):
         """Records from first_step on are dropped: the run died after its last save.
 
-        settings: a dataclass or dictionary, for wandb. plot(metrics file, picture): curves.plot;
-        None: no picture.
+        tracker: what start_wandb returned. plot(metrics file, picture): curves.plot; None: no
+        picture.
         """
         self.out_dir = Path(out_dir)
         self.config = config
@@ -153,16 +169,13 @@ class Report:
         self._step_times: list[float] = []
         self._plotted_at = -math.inf
         self._plot_s = 0.0
-        self._wandb = None
+        self._wandb = tracker
         if not self.is_rank0:
             return
         for name in ("metrics.jsonl", "samples.jsonl"):
             with self._going_on(self.out_dir / name):
                 self.out_dir.mkdir(parents=True, exist_ok=True)
                 _keep_before(self.out_dir / name, first_step)
-        if config.wandb_project:
-            known = asdict(settings) if is_dataclass(settings) else settings
-            self._wandb = _start_wandb(config.wandb_project, self.out_dir.name, known)
 
     @contextlib.contextmanager
     def _going_on(self, what: Path | str) -> Iterator[None]:
@@ -304,16 +317,6 @@ class Report:
 def _print(line: str) -> None:
     with contextlib.suppress(OSError):  # the console may be a file on a full disk, or be gone
         print(line, flush=True)
-
-
-def _start_wandb(project: str, name: str, settings: dict | None):
-    import wandb
-
-    try:
-        return wandb.init(project=project, name=name, config=settings)
-    except wandb.Error as error:
-        why = " ".join(str(error).split()) + "; run `wandb login`, or set WANDB_MODE=offline"
-        raise ValueError(f"--log.wandb-project {project}: {why}") from error
 
 
 def _append(file: Path, objects: list[dict]) -> None:
