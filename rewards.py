@@ -80,6 +80,7 @@ class RewardConfig:
             ("functions", 0 < len(distinct) == num, "at least one, of different names"),
             ("weights", len(self.weights) in (0, num), "none, or one for each function"),
             ("weights", all(map(_fits, self.weights)), "finite, at most 1e18 in size"),
+            ("weights", any(self.weights or [1]), "not all 0: no response would be better"),
             ("error_reward", _fits(self.error_reward), "finite, at most 1e18 in size"),
             ("num_workers", self.num_workers >= 1, "at least 1"),
             ("time_limit_s", 0.01 <= self.time_limit_s <= 1e6, "from 0.01 to 1e6"),
@@ -142,10 +143,7 @@ class Scorer:
         return reply
 
     def submit(self, index: int, sample: dict) -> None:
-        """Queues sample `index`: prompt, response, answer, truncated and further columns by name.
-
-        Returns at once.
-        """
+        """Queues a sample, at once: prompt, response, answer, truncated, other columns by name."""
         assert index not in self._samples, f"sample {index} was submitted twice"
         self._samples[index] = sample
         pickled, reason = _pickled(sample)  # each by itself: an error is of this sample alone

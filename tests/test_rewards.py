@@ -340,6 +340,11 @@ def test_files_that_are_copied_out_alone_say_which_other_they_lack(tmp_path):
         ),  # one metric
         ({"error_reward": float("nan")}, "--reward.error-reward nan"),
         ({"weights": (float("inf"),)}, "--reward.weights inf"),
+        ({"weights": (0.0,)}, "--reward.weights 0.0: must be not all 0: no"),
+        (
+            {"functions": ("math", "exact"), "weights": (0.0, -0.0)},
+            "--reward.weights 0.0 -0.0: must be not all 0",
+        ),
         ({"num_workers": 0}, "--reward.num-workers 0"),
         ({"time_limit_s": 0.0}, "--reward.time-limit-s 0.0"),
         ({"memory_limit_mb": -1}, "--reward.memory-limit-mb -1"),
