@@ -309,9 +309,17 @@ def _without_frame(text: str, argv: list[str]) -> str:
     line = re.sub(r"^(Unrecognized options|Invalid choice|Missing argument) ", "", line)
     line = re.sub(r"^Value error Error parsing (\w+: )?", "", line)
     stray = line.removeprefix("Unrecognized options: ").split(" ")[0]
-    if stray in argv[1:] and not stray.startswith("-") and line.startswith("Unrecognized"):
-        return f"{argv[argv.index(stray) - 1]} {stray}: a word too many; flags are --name value"
+    if stray in argv and not stray.startswith("-") and line.startswith("Unrecognized"):
+        return f"{_up_to(stray, argv)}: a word too many; flags are --name value"
     return line
+
+
+def _up_to(stray: str, argv: list[str]) -> str:
+    """A flag and its words up to `stray`; where that stands twice, not a flag's first."""
+    places = [i for i, word in enumerate(argv) if word == stray]
+    last = next((i for i in places if not argv[max(0, i - 1)].startswith("--")), places[0])
+    flags = [i for i, word in enumerate(argv[:last]) if word.startswith("--")]
+    return " ".join(argv[max(flags, default=last) : last + 1])
 
 
 def _read_settings(file: Path, flag: str) -> dict[str, Any]:
