@@ -43,15 +43,18 @@ def find_model(name: str, longest: int, flag: str = "--model") -> str:
     """The local directory of a model: `name` if it is one, else its snapshot from the Hub.
 
     Collective. Raises ValueError, which begins with `flag`: no config.json, a Hub name that cannot
-    be fetched, a model that is no decoder, files that are missing or damaged, or fewer positions
-    than `longest`, the tokens of a prompt with its response.
+    be fetched, a model that is no decoder or whose attention packed rows do not have, files that
+    are missing or damaged, or fewer positions than `longest`, the tokens of a prompt with its
+    response.
     """
     path = name if Path(name).exists() else _fetch(name, flag)
     label = f"{flag} {name}"
     if not (Path(path) / "config.json").exists():
         advice = "give a Hugging Face model directory or a Hub name"
         raise ValueError(f"{label}: has no config.json; {advice}")
-    positions = num_positions(_config(path, label), label)
+    config = _config(path, label)
+    _require_plain_attention(config, label)
+    positions = num_positions(config, label)
     if positions is not None and longest > positions:
         lengths = "--data.max-prompt-tokens + --rollout.max-response-tokens"
         half = positions // 2
@@ -60,6 +63,18 @@ def find_model(name: str, longest: int, flag: str = "--model") -> str:
         raise ValueError(f"{label}: {has}; {advice}")
     _shapes(path, label)
     return path
+
+
+def _require_plain_attention(config, label: str) -> None:
+    """ValueError for what attention.py would refuse at the first row, when memory is taken."""
+    has = {
+        "soft-caps its attention scores": getattr(config, "attn_logit_softcapping", None),
+        "has latent attention": getattr(config, "kv_lora_rank", None),
+    }
+    for what, value in has.items():
+        if value is not None:
+            rule = "which packed rows do not; give Llama, Qwen2, Qwen3, Mistral, Gemma 1 or 3 ..."
+            raise ValueError(f"{label}: {what}, {rule}")
 
 
 def load_tokenizer(path: str, label: str) -> Any:

@@ -169,6 +169,7 @@ def written(name, text):
     return change
 
 
+TINY_GEMMA2 = dict(model_type="gemma2", architectures=["Gemma2ForCausalLM"])
 INDEX = "model.safetensors.index.json"
 WRONG_MODELS = {
     "no tensors": (written("model.safetensors", None), "has no model.safetensors and no index"),
@@ -189,6 +190,11 @@ WRONG_MODELS = {
     "text for a number": (config(hidden_size="64"), "config.json is of no model"),
     "no tokenizer": (written("tokenizer.json", None), "has no tokenizer"),
     "another tokenizer": (written("tokenizer.json", '{"a": 1}'), "its tokenizer does not load"),
+    "soft-capped scores": (
+        config(**TINY_GEMMA2),
+        "soft-caps its attention scores, which packed rows do not; give Llama",
+    ),
+    "latent attention": (config(model_type="deepseek_v3"), "has latent attention, which packed"),
     "few positions": (config(max_position_embeddings=20), "has 20 positions"),
 }
 
