@@ -137,7 +137,7 @@ class RunConfig:
 
     def _changes(self, known: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         """{flag: (its value in config.json, its value in `known`)} where they differ."""
-        earlier = _flat(_read_settings(self.directory / "config.json", "--resume"))
+        earlier = _flat(read_settings(self.directory / "config.json", "--resume"))
         now = _flat(known)
         return {flag: (x, now.get(flag)) for flag, x in earlier.items() if x != now.get(flag)}
 
@@ -263,7 +263,7 @@ def command_line(default: Any, built_in: Mapping[str, Any], description: str) ->
     description += "\n--config FILE starts from an earlier run's config.json; flags go over it."
     try:
         if (file := _take(argv, "--config")) is not None:
-            default = from_json(default, _read_settings(Path(file), "--config"))
+            default = from_json(default, read_settings(Path(file), "--config"))
         elif _take(list(argv), "--model") in (None, "built-in"):
             default = from_json(default, built_in)
         printed = io.StringIO()
@@ -322,7 +322,7 @@ def _up_to(stray: str, argv: list[str]) -> str:
     return " ".join(argv[max(flags, default=last) : last + 1])
 
 
-def _read_settings(file: Path, flag: str) -> dict[str, Any]:
+def read_settings(file: Path, flag: str) -> dict[str, Any]:
     rule = "give an earlier run's config.json"
     if not file.is_file():
         raise ValueError(f"{flag} {file}: no such file; {rule}")

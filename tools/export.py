@@ -10,7 +10,6 @@ weights are bf16 from a GPU, fp32 from a CPU. One rank per GPU shares them, as i
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -28,10 +27,10 @@ def main(args: argparse.Namespace) -> None:
     with run.refusals():
         if args.out.exists() and any(args.out.iterdir()):
             raise ValueError(f"{args.out}: is not empty; give another directory")
-        file = args.run / "config.json"
-        if not file.exists():
-            raise ValueError(f"{args.run}: has no config.json; give the directory of a run")
-        settings = json.loads(file.read_text())
+        settings = run.read_settings(args.run / "config.json", "export.py")
+        if lacking := {"model", "model_path", "seed"} - settings.keys():
+            rule = "give the directory of a run"
+            raise ValueError(f"{args.run}/config.json: has no {min(lacking)}; {rule}")
         path = settings["model_path"]
         if path == "built-in":
             path = addition.cached_model(settings["seed"])
