@@ -129,6 +129,22 @@ def test_a_save_that_fails_is_said_and_tried_again_later(clock, capsys):
     assert watch.is_save_due(2)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stop_says_whether_its_state_was_saved(clock, capsys, monkeypatch, fails):
+    codes = []
+    monkeypatch.setattr(guard.os, "_exit", codes.append)
+    watch = make(num_steps=4)
+    watch._asked = signal.SIGTERM
+    assert watch.is_save_due(0)
+    with watch.saving():
+        if fails:
+            raise OSError("full")
+    watch.leave_if_over(0)
+    state = "NOT saved" if fails else "saved; the same command with --resume goes on"
+    assert capsys.readouterr().out.endswith(f"stopped after step 1 of 4 (SIGTERM): {state}\n")
+    assert codes == [128 + signal.SIGTERM]
+
+
 # Signals
 
 PROGRAM = """

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from engines import ALSO_STOPS, EOS, FP32, LIMIT, PROMPTS, Kept, facts
 from lab import lab
+from ranks import run_ranks
 from tiny import KINDS, save_tiny
 
 from hf_backend import HfBackend
 from model import load_policy
 from reshard import iter_full_params, verify_sync
-from rollout import RolloutConfig
+from rollout import Engine, Rollout, RolloutConfig
 
 
 @pytest.fixture(scope="module")
@@ -529,3 +530,74 @@ def test_what_would_bias_or_break_training_is_refused(monkeypatch, setting, mess
     with pytest.raises(ValueError) as error:
         RolloutConfig(**setting)
     assert str(error.value).startswith(message)
+
+
+# Over a backend that records what it is asked
+
+
+class Recorder:
+    """Responses of one token more than the prompt's first."""
+
+    def __init__(self, path, config, **sizes):
+        self.sizes = sizes
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda: self.calls.append(name)
+
+    def load(self, weights):
+        self.calls.append("load")
+        list(weights)
+        return set()
+
+    def run(self, prompts, order, num_samples, temperature, seed):
+        self.calls.append(order)
+        for index in range(len(prompts) * num_samples):
+            num = 1 + prompts[index // num_samples][0]
+            yield [(index, torch.zeros(num, dtype=torch.int64), torch.zeros(num), False)]
+
+
+def recorder(**settings):
+    config = RolloutConfig("hf", 8, **settings)
+    sizes = dict(max_prompt_tokens=8, num_samples=10, stop_ids=[EOS])
+    return Engine(Recorder, "", config, **sizes)
+
+
+def test_memory_comes_in_the_order_in_which_there_is_room_for_it():
+    """The KV cache last, once a wake; keys of the old policy are forgotten at each load."""
+    engine = recorder()
+    buckets = [[("a", torch.zeros(3))], [("b", torch.zeros(2, dtype=torch.bfloat16))]]
+    with engine.awake():
+        assert engine.load_weights(buckets) == 3 * 4 + 2 * 2  # bytes
+        engine.load_weights([])
+    load = ["load", "wake_cache", "forget_prefixes", "load", "forget_prefixes"]
+    assert engine.backend.calls == ["wake_weights", *load, "sleep"]
+    assert engine.state == "asleep"
+
+
+def test_prompts_of_the_longest_responses_are_submitted_first_by_what_the_last_ones_were():
+    engine = recorder(length_bins=2)
+    engine.state = "ready"
+    prompts = [[6], [0, 0, 0], [5, 0], [1, 0, 0, 0]]
+    for _ in range(2):
+        rollouts = engine.generate(prompts, 1, seed=0)
+    # By their own lengths at first, then by 7, 1, 6 and 2 tokens.
+    assert engine.backend.calls == [[1, 3, 0, 2], [0, 2, 1, 3]]
+    assert [rollout.prompt_ids.tolist() for rollout in rollouts] == prompts
+
+
+@pytest.mark.parametrize(("size", "num_samples"), [(1, 5), (2, 10)])
+def test_an_engine_is_built_for_its_own_share_of_the_samples(monkeypatch, size, num_samples):
+    monkeypatch.setattr(RolloutConfig, "__post_init__", lambda config: None)
+
+    def job():
+        sizes = recorder(tensor_parallel_size=size).backend.sizes
+        return sizes["num_samples"], sizes["max_model_len"]
+
+    assert run_ranks(2, job) == [(num_samples, 16)] * 2
+
+
+@pytest.mark.parametrize("num", [0, 1, 3])
+def test_a_response_has_tokens_and_a_log_probability_for_each(num):
+    with pytest.raises(AssertionError):
+        Rollout(torch.tensor([3]), torch.zeros(num), torch.zeros(num and 2), False)
