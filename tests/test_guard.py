@@ -47,14 +47,25 @@ def save(watch, clock, took_s):
 
 
 def test_the_state_is_saved_every_ten_minutes_and_at_the_end(clock):
-    watch = make(num_steps=9)
+    watch = make(num_steps=8)
     found = []
-    for step in range(9):
+    for step in range(8):
         clock.now += 200
         found.append(watch.is_save_due(step))
         if found[-1]:
             save(watch, clock, 1)
-    assert found == [False, False, True, False, False, True, False, False, True]
+    assert found == [False, False, True, False, False, True, False, True]
+
+
+def test_the_minutes_until_the_next_save_begin_when_the_last_one_has_ended(clock):
+    watch = make()
+    clock.now += 600
+    assert watch.is_save_due(0)
+    save(watch, clock, 10)
+    clock.now += 599
+    assert not watch.is_save_due(1)
+    clock.now += 1
+    assert watch.is_save_due(2)
 
 
 @pytest.mark.parametrize("step_s", [20, 40])
@@ -257,6 +268,15 @@ def test_a_skipped_minibatch_is_counted_and_its_samples_are_written(tmp_path, cl
     assert not watch.is_save_due(6)
     watch.count("actor", math.nan, 6, [], meter)
     assert watch.is_save_due(6)
+
+
+def test_a_minibatch_that_all_ranks_skip_is_one(tmp_path):
+    def job():
+        meter = Metrics()
+        make(tmp_path).count("actor", math.nan, 0, [], meter)
+        return meter.reduce()["actor/skipped"]
+
+    assert run_ranks(2, job) == [1.0, 1.0]
 
 
 def test_a_full_disk_does_not_end_the_run_that_skips(clock, capsys):
