@@ -312,10 +312,7 @@ def evaluate(args: Args, engine, scorer, tokenizer, prompts: list[data.Prompt], 
 
 
 def sample_groups(args: Args, step: int, engine, scorer, tokenizer, stream, meter) -> list[Group]:
-    """This rank's groups with their rewards.
-
-    With dynamic sampling, rounds go on until enough groups have unequal rewards or tries end.
-    """
+    """This rank's groups with rewards; dynamic sampling draws until enough differ or tries end."""
     size = args.batch.group_size
     kept = []
     num_seen = 0

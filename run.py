@@ -323,6 +323,7 @@ def _up_to(stray: str, argv: list[str]) -> str:
 
 
 def read_settings(file: Path, flag: str) -> dict[str, Any]:
+    """The settings of a run's config.json; ValueError, which begins with `flag`, without one."""
     rule = "give an earlier run's config.json"
     if not file.is_file():
         raise ValueError(f"{flag} {file}: no such file; {rule}")
