@@ -150,15 +150,16 @@ class Args:
         require(buffer <= limit, "--advantage.overlong-buffer", buffer, rule)
 
 
-def main(asked: Args) -> None:
-    mesh = run.init_distributed(asked.seed, asked.timeout_s)
+def main(flags: Args) -> None:
+    mesh = run.init_distributed(flags.seed, flags.timeout_s)
     meter = metrics.Metrics(hardware.Device(), hardware.process_age())
-    meter.lap("import")
-    with run.refusals():
-        args = addition.prepare(asked)  # without --model: the paths of a small model and its data
+    meter.add_time("import")  # since the process began; then, of each part
+    with run.one_line_errors():
+        # flags are as given; in args "built-in" is replaced by the paths of a model and data.
+        args = addition.prepare(flags)
         path, tokenizer, stream, eval_prompts, scorer = prepare(args)
-        asked.run.check(asked, path)
-        meter.lap("data")
+        flags.run.check(flags, path)
+        meter.add_time("data")
         policy, reference, optimizer = load_models(args, path, mesh)
         state = {
             "policy": checkpoint.TrainState(policy, optimizer),
@@ -171,16 +172,16 @@ def main(asked: Args) -> None:
         checkpoints = out_dir / "checkpoints"
         first_step = checkpoint.load(checkpoints, state) if args.run.resume else 0
         offloader = offload.Offload(args.offload, reference, optimizer)
-        meter.lap("models")
+        meter.add_time("models")
         engine = make_engine(args, path, tokenizer)
-        asked.run.open(asked)
-        journal = report.Report(out_dir, args.log, args.num_steps, first_step, asked, curves.plot)
-        meter.lap("engine")
+        flags.run.open(flags)
+        journal = report.Report(out_dir, args.log, args.num_steps, first_step, flags, curves.plot)
+        meter.add_time("engine")
     temperature = args.rollout.temperature
     sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
     has_old = args.batch.num_epochs * args.batch.num_minibatches > 1  # passes for old_logprobs
     logprobs.warm_up([policy, reference], sizes, offloader.present, both=has_old)
-    meter.lap("warm_up")
+    meter.add_time("warm_up")
     journal.write_start(meter.reduce())
     guard = Guard(args.run, out_dir, args.num_steps, tokenizer.decode)
 
@@ -193,13 +194,13 @@ def main(asked: Args) -> None:
                 evaluate(args, engine, scorer, tokenizer, eval_prompts, meter)
             groups = sample_groups(args, step, engine, scorer, tokenizer, stream, meter)
 
-        with meter.timer("layout"):
-            # 2. Score. The rewards came with the samples; a response's advantage is its reward
-            # against the other responses to its prompt. A group is whole on one rank.
-            group_advantages = compare(args, groups)  # [P of this rank, G]
+        # 2. Score. The rewards came with the samples; a response's advantage is its reward
+        # against the other responses to its prompt. A group is whole on one rank.
+        with meter.timer("advantages"):
+            group_advantages = advantages_of(args, groups)  # [P of this rank, G]
 
-            # 3. Lay out. A minibatch is a fixed slice of the global prompt order; its rows stay
-            # the same for all passes.
+        # 3. Lay out. A minibatch is a fixed slice of the prompt order; its rows serve all passes.
+        with meter.timer("layout"):
             sequences, minibatch_of = to_sequences(args, groups, group_advantages)
             rows, totals = packing.lay_out(
                 sequences, minibatch_of, args.batch, exchange=exchange.exchange, like=EMPTY
@@ -210,7 +211,7 @@ def main(asked: Args) -> None:
 
         # 4. Log-probabilities stay fixed while the batch is used.
         with meter.timer("old_logprobs"):
-            # A single pass meets the first minibatch with the policy unchanged: its ratio is 1.
+            # In a single pass the first minibatch meets the policy unchanged: its ratio is 1.
             skip = 1 if args.batch.num_epochs == 1 else 0
             rows = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature, skip)
         if reference is not None:
@@ -235,7 +236,7 @@ def main(asked: Args) -> None:
             with engine.awake():
                 sync(args, policy, engine, meter)
                 evaluate(args, engine, scorer, tokenizer, eval_prompts, meter)
-        if mesh.size() > 1:  # timed by itself: those of the gradients run beside the computation
+        if mesh.size() > 1:  # a timed probe: the gradients' own collectives overlap the update
             meter.add("communication/nccl_bw_gb", hardware.measure_bandwidth(1 << 22))
         if args.refresh_every and (step + 1) % args.refresh_every == 0:
             with offloader.present(reference):
@@ -341,7 +342,7 @@ def sample_groups(args: Args, step: int, engine, scorer, tokenizer, stream, mete
     return kept
 
 
-def compare(args: Args, groups: list[Group]) -> Tensor:
+def advantages_of(args: Args, groups: list[Group]) -> Tensor:
     """Advantages [P, G] of this rank's groups, from all samples of each, truncated ones too."""
     config = args.advantage
     shape = len(groups), args.batch.group_size

@@ -147,8 +147,8 @@ class Metrics:
             self._book(wait=finished)  # after an exception, what is waited for may never come
             self._timers.pop()
 
-    def lap(self, name: str) -> None:
-        """Books the time since the last timer or lap under `name`; waits for the device."""
+    def add_time(self, name: str) -> None:
+        """Books the time since the last timer or add_time under `name`; waits for the device."""
         self._timers.append(name)
         self._book()
         self._timers.pop()

@@ -127,15 +127,16 @@ class Args:
         run.require(alone < self.num_steps, "--critic.warmup-steps", alone, rule)
 
 
-def main(asked: Args) -> None:
-    mesh = run.init_distributed(asked.seed, asked.timeout_s)
+def main(flags: Args) -> None:
+    mesh = run.init_distributed(flags.seed, flags.timeout_s)
     meter = metrics.Metrics(hardware.Device(), hardware.process_age())
-    meter.lap("import")
-    with run.refusals():
-        args = addition.prepare(asked)  # without --model: the paths of a small model and its data
+    meter.add_time("import")  # since the process began; then, of each part
+    with run.one_line_errors():
+        # flags are as given; in args "built-in" is replaced by the paths of a model and data.
+        args = addition.prepare(flags)
         paths, tokenizer, stream, eval_prompts, scorer = prepare(args)
-        asked.run.check(asked, *paths)
-        meter.lap("data")
+        flags.run.check(flags, *paths)
+        meter.add_time("data")
         models = load_models(args, paths, mesh)
         policy, critic, reference, reward_model = models
         optimizer = optim.make_optimizer(policy, args.optim, args.learning_rate)
@@ -153,27 +154,27 @@ def main(asked: Args) -> None:
         checkpoints = out_dir / "checkpoints"
         first_step = checkpoint.load(checkpoints, state) if args.run.resume else 0
         offloader = offload.Offload(args.offload, *models[1:], *optimizers)
-        meter.lap("models")
+        meter.add_time("models")
         engine = make_engine(args, paths[0], tokenizer)
-        asked.run.open(asked)
-        journal = report.Report(out_dir, args.log, args.num_steps, first_step, asked, curves.plot)
-        meter.lap("engine")
+        flags.run.open(flags)
+        journal = report.Report(out_dir, args.log, args.num_steps, first_step, flags, curves.plot)
+        meter.add_time("engine")
     temperature = args.rollout.temperature
     logprobs.warm_up(models, args.batch.rows_of_all_sizes(engine.max_model_len), offloader.present)
-    meter.lap("warm_up")
+    meter.add_time("warm_up")
     journal.write_start(meter.reduce())
     guard = Guard(args.run, out_dir, args.num_steps, tokenizer.decode, save_at=args.rollout_every)
 
-    for first in range(first_step, args.num_steps, args.rollout_every):
+    for start in range(first_step, args.num_steps, args.rollout_every):  # a batch each
         # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case. A
         # response is scored by the rule as soon as it ends, while others are still being sampled.
         with engine.awake():
             sync(args, policy, engine, meter)
-            if args.eval_every and first % args.eval_every == 0 and first + 1 < args.num_steps:
+            if args.eval_every and start % args.eval_every == 0 and start + 1 < args.num_steps:
                 evaluate(args, engine, scorer, tokenizer, eval_prompts, meter)
             prompts = stream.take(args.batch.prompts_per_step)
             with meter.timer("rollout"):
-                seed = data.sampling_seed(args.seed, first, 0)
+                seed = data.sampling_seed(args.seed, start, 0)
                 rule = None if reward_model else scorer
                 drawn = sampling.draw(engine, rule, tokenizer, prompts, args.batch.group_size, seed)
 
@@ -181,21 +182,20 @@ def main(asked: Args) -> None:
         with meter.timer("reward"), offloader.present(reward_model):
             groups = score(args, prompts, drawn, scorer, reward_model, meter)
 
-        # 3. Lay out. A minibatch is a fixed slice of the global prompt order; its rows stay
-        # the same for all passes.
+        # 3. Lay out. A minibatch is a fixed slice of the prompt order; its rows serve all passes.
         with meter.timer("layout"):
             sequences, minibatch_of = to_sequences(args, groups)
             rows, totals = packing.lay_out(
                 sequences, minibatch_of, args.batch, exchange=exchange.exchange, like=EMPTY
             )
             meter.add_layout(rows, args.batch.tokens_per_row)
-            journal.write_samples(first, groups, tokenizer.decode)
+            journal.write_samples(start, groups, tokenizer.decode)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
 
         # 4. Log-probabilities, values and advantages stay fixed while the batch is used.
         passes = args.batch.num_epochs * args.rollout_every
         with meter.timer("old_logprobs"):
-            # A single pass meets the first minibatch with the policy unchanged: its ratio is 1.
+            # In a single pass the first minibatch meets the policy unchanged: its ratio is 1.
             skip = 1 if passes == 1 and not args.gae.kl_coef else 0
             rows = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature, skip)
         if reference is not None:
@@ -207,7 +207,7 @@ def main(asked: Args) -> None:
             rows, stats = advantages.estimate(rows, args.gae, kl_penalty.coef)
         meter.update(stats)
 
-        for step in range(first, first + args.rollout_every):
+        for step in range(start, start + args.rollout_every):
             # 5. Update.
             with meter.timer("update"), offloader.present(critic, *optimizers):
                 update(args, step, policy, critic, optimizers, rows, totals, meter, guard)
@@ -217,9 +217,9 @@ def main(asked: Args) -> None:
                 with engine.awake():
                     sync(args, policy, engine, meter)
                     evaluate(args, engine, scorer, tokenizer, eval_prompts, meter)
-            if mesh.size() > 1:  # timed by itself: those of the gradients overlap the update
+            if mesh.size() > 1:  # a timed probe: the gradients' own collectives overlap the update
                 meter.add("communication/nccl_bw_gb", hardware.measure_bandwidth(1 << 22))
-            if args.gae.kl_coef and step + 1 == first + args.rollout_every:
+            if args.gae.kl_coef and step + 1 == start + args.rollout_every:
                 kl_penalty.update(stats["actor/reward_kl_penalty"], args.batch.num_samples)
             journal.write(step, meter.reduce())
             if guard.is_save_due(step):

@@ -1,4 +1,4 @@
-"""A run begins and ends: process group, command line, directory, refusals.
+"""A run begins and ends: process group, command line, directory, errors.
 
 The problem. Much of what goes wrong before the first step is the user's to mend, and that starts
 with the message. A traceback from eight ranks hides it; a setting of the wrong type is found an
@@ -10,7 +10,7 @@ How it works.
        no --model        the built-in job's settings
        otherwise         the dataclass's own
    Flags go over them. A file's settings are checked as flags are: names, types, choices, ranges.
-2. `refusals` is the block in which bad input may show up. What is raised there for the user
+2. `one_line_errors` is the block in which bad input may show up. What is raised there for the user
    (ValueError, OSError) ends the job in one line, whichever rank meets it.
 3. `RunConfig.open` makes the run's directory and locks it for as long as the process lives. An
    earlier run of that name is kept under a number, unless it is resumed.
@@ -191,7 +191,7 @@ def require(holds: object, flag: str, value: object, rule: str) -> None:
 
 
 @contextlib.contextmanager
-def refusals() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     """Inside, a ValueError or OSError ends the job with one line "error: ..." and exit code 1."""
     try:
         yield

@@ -42,7 +42,7 @@ def refusal(words, entry, monkeypatch, capfd):
         assert stop.code == 2
         told = capfd.readouterr().err
         assert told.startswith("error: ") and told.count("\n") == 1, told
-    except ValueError as error:  # run.refusals makes one line of it
+    except ValueError as error:  # run.one_line_errors makes one line of it
         told = f"error: {error}"
         assert "\n" not in told
     else:

@@ -25,7 +25,7 @@ from examples import addition
 
 def main(args: argparse.Namespace) -> None:
     mesh = run.init_distributed(seed=0, timeout_s=3600)
-    with run.refusals():
+    with run.one_line_errors():
         if args.out.exists() and any(args.out.iterdir()):
             raise ValueError(f"{args.out}: is not empty; give another directory")
         file = args.run / "config.json"
