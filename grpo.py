@@ -13,8 +13,9 @@ For each of P prompts the policy samples a group of G responses; each gets a rew
     w            min(pi_old / pi_sampler, cap)                         losses.sampler_correction
 
 pi is the policy as it is trained, pi_old the policy before this step's update, pi_ref the policy
-before the run. pi_sampler is pi_old as the engine computes it: other kernels, other rounding. The
-logarithms of all four at the sampled tokens are logprobs.token_logprobs. H is the entropy.
+before the run: logprobs.token_logprobs gives their logarithms at the sampled tokens, and the
+entropy H. pi_sampler is pi_old as the engine computes it, with other kernels and other rounding.
+Its logarithms come with the samples (rollout.Rollout).
 
 `main` has the six phases of a step. A minibatch is what one optimizer step sees, a row several
 sequences end to end. All sizes that a user gives are over all ranks; gradients do not depend on the
@@ -116,7 +117,7 @@ class Args:
     offload: bool = False
     """Models and optimizer states that a phase does not use wait in pinned host memory."""
     timeout_s: float = 3600.0
-    """Longest that a rank waits for the others; above the longest rollout or reward."""
+    """Seconds that a rank waits for the others; must exceed the longest rollout and reward."""
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(
         default_factory=lambda: RunConfig(name="grpo")
     )
@@ -138,8 +139,8 @@ class Args:
         if self.batch.group_size == 1:
             rule = "1 with groups of 1, which have no spread"
             require(tries == 1, "--resample-tries", tries, rule)
-            alone = self.advantage.baseline == "batch"
-            require(alone, "--group-size", 1, "at least 2; try 8")
+            has_others = self.advantage.baseline == "batch"
+            require(has_others, "--group-size", 1, "at least 2; try 8")
         every = self.refresh_every
         require(every >= 0, "--refresh-every", every, "at least 0 (never)")
         has_use = self.loss.kl_coef or every == 0

@@ -98,7 +98,7 @@ class Args:
     offload: bool = False
     """Models and optimizer states that a phase does not use wait in pinned host memory."""
     timeout_s: float = 3600.0
-    """Longest that a rank waits for the others; above the longest rollout or reward."""
+    """Seconds that a rank waits for the others; must exceed the longest rollout and reward."""
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(name="ppo"))
     batch: tyro.conf.OmitArgPrefixes[BatchConfig] = field(
         default_factory=lambda: BatchConfig(prompts_per_step=256, group_size=1, num_minibatches=2)
@@ -122,9 +122,9 @@ class Args:
             nearest = max(steps // every * every, every if flag == "--num-steps" else 0)
             rule = f"a multiple of --rollout-every {every}; try {nearest}"
             run.require(steps % every == 0, flag, steps, rule)
-        alone = self.critic.warmup_steps
+        warmup = self.critic.warmup_steps
         rule = f"below --num-steps {self.num_steps}, or the policy never learns"
-        run.require(alone < self.num_steps, "--critic.warmup-steps", alone, rule)
+        run.require(warmup < self.num_steps, "--critic.warmup-steps", warmup, rule)
 
 
 def main(flags: Args) -> None:
@@ -341,12 +341,12 @@ def update(args: Args, step: int, policy, critic, optimizers, rows, totals, mete
     gradients just add up. Beyond --loss.target-kl the policy rests for the remainder of the step.
     """
     optimizer, critic_optimizer = optimizers
-    alone = args.critic.warmup_steps  # steps of the critic without the policy
-    shared = args.num_steps - alone
-    rate = optim.learning_rate_at(step - alone, shared, args.learning_rate, args.optim)
+    warmup = args.critic.warmup_steps  # steps in which the critic alone learns
+    shared = args.num_steps - warmup
+    rate = optim.learning_rate_at(step - warmup, shared, args.learning_rate, args.optim)
     peak = args.critic.learning_rate
     critic_rate = optim.learning_rate_at(step, args.num_steps, peak, args.optim)
-    actor_learns = step >= alone
+    actor_learns = step >= warmup
     for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
         critic_gradients(args, critic, rows[m], totals[m], meter)
         norm = optim.optimizer_step(critic, critic_optimizer, critic_rate, args.optim.max_grad_norm)
