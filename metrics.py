@@ -50,13 +50,13 @@ class Metrics:
     """
 
     def __init__(self, device=None, before_s: float = 0.0):
-        """device: hardware.Device, or None for no figures of it. before_s: seconds that count to
-        what is booked first."""
+        """device: hardware.Device, or None for no figures of it. before_s: seconds before this
+        call that are part of the first time that is booked."""
         self._entries: dict[tuple[str, str], Entry] = {}  # by (name, reduction)
         self._timers: list[str] = []
         self._since = time.perf_counter() - before_s
         self._rollout_tokens = 0.0  # of the latest step that sampled, over all ranks
-        self._rollout_s = 0.0  # since the step before it
+        self._rollout_s = 0.0  # of the steps since then, that one included
         self._costs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> Cost
         self._device = device
         if device is not None:

@@ -95,7 +95,8 @@ class LogConfig:
     samples_per_step: int = 4
     """Responses written to samples.jsonl each step; 0: none."""
     plot_every: int = 10
-    """Redraw curves.png every this many steps, but in 2 % of the time, and at the end; 0: never."""
+    """Redraw curves.png every this many steps, in at most 2 % of the time, and at the end; 0:
+    never."""
     mismatch_alarm: float = 0.01
     """Warn once when rollout_corr/kl, the distance between sampler and trainer in nats per token,
     exceeds this; bf16 alone gives 0.001, an 8-bit sampler up to 0.03."""
