@@ -128,7 +128,7 @@ def with_logprobs(
 ) -> list[list]:
     """The rows of each minibatch with one more field: the model's log-probabilities [N].
 
-    skip: the first so many minibatches stay as they are.
+    skip: how many minibatches at the start stay as they are.
     """
 
     def compute(row) -> Tensor:
