@@ -233,9 +233,9 @@ def policy_loss(
 
     logprobs [N] with grad, old_logprobs [N], advantages [N], response_mask [N] bool; w is
     token_weights [N] (1 / length for a mean over sequences) times importance_weights [N], each 1 if
-    None. ratio "sequence" needs cu_seqlens [S+1]. Statistics are means over this row's response
-    tokens: pg_clipfrac (share of tokens whose gradient the clip removes) and ppo_kl (k3 estimate of
-    KL(old|current)). A row without response tokens gives 0 and zero gradient.
+    None. ratio "sequence" needs cu_seqlens [S+1], else ValueError. Statistics are means over this
+    row's response tokens: pg_clipfrac (share of tokens whose gradient the clip removes) and ppo_kl
+    (k3 estimate of KL(old|current)). A row without response tokens gives 0 and zero gradient.
     """
     _check_choice("ratio", ratio, Ratio)
     log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0)

@@ -65,7 +65,10 @@ class Metrics:
     def add(
         self, name: str, value: float | Tensor, weight: float = 1.0, reduction: str = "mean"
     ) -> None:
-        """One observation of `name`. reduction: "mean" (by `weight`), "sum", "max" or "min"."""
+        """One observation of `name`, a number or a scalar tensor, on any device.
+
+        reduction: "mean" (by `weight`), "sum", "max" or "min".
+        """
         if reduction == "mean" and weight == 0:
             return  # a row without response tokens
         if isinstance(value, Tensor):

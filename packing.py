@@ -262,8 +262,8 @@ def sequence(
     """A sequence for pack(): "tokens", "response_mask" (all False unless `learn`) and the fields.
 
     prompt_ids [p], response_ids [r]; a field is a tensor [r] or one number for all response tokens,
-    and becomes [p + r] fp32, 0 on the prompt. The mask follows from the lengths alone: a pad, an
-    end, or another stop token in the response is a token like any other.
+    and becomes [p + r] fp32, 0 on the prompt. The mask follows from the lengths alone: pads and
+    stop tokens in a response are tokens like others. ValueError for a response without a prompt.
     """
     num_prompt = len(prompt_ids)
     num_tokens = num_prompt + len(response_ids)
