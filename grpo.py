@@ -154,10 +154,10 @@ class Args:
 def main(flags: Args) -> None:
     mesh = run.init_distributed(flags.seed, flags.timeout_s)
     meter = metrics.Metrics(hardware.Device(), hardware.process_age())
-    meter.add_time("import")  # since the process began; then, of each part
+    meter.add_time("import")  # seconds since the process began, then from one to the next
     with run.one_line_errors():
         # flags are as given; in args "built-in" is replaced by the paths of a model and data.
-        args = addition.prepare(flags)
+        args = addition.with_paths(flags)
         path, tokenizer, stream, eval_prompts, scorer = prepare(args)
         flags.run.check(flags, path)
         meter.add_time("data")
@@ -179,9 +179,9 @@ def main(flags: Args) -> None:
         journal = report.Report(out_dir, args.log, args.num_steps, first_step, flags, curves.plot)
         meter.add_time("engine")
     temperature = args.rollout.temperature
-    sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
+    all_sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
     has_old = args.batch.num_epochs * args.batch.num_minibatches > 1  # passes for old_logprobs
-    logprobs.warm_up([policy, reference], sizes, offloader.present, both=has_old)
+    logprobs.warm_up([policy, reference], all_sizes, offloader.present, both=has_old)
     meter.add_time("warm_up")
     journal.write_start(meter.reduce())
     guard = Guard(args.run, out_dir, args.num_steps, tokenizer.decode)
@@ -200,7 +200,7 @@ def main(flags: Args) -> None:
         with meter.timer("advantages"):
             group_advantages = advantages_of(args, groups)  # [P of this rank, G]
 
-        # 3. Lay out. A minibatch is a fixed slice of the prompt order; its rows serve all passes.
+        # 3. Lay out. Minibatch m is a fixed slice of the prompt order; rows[m] serve all passes.
         with meter.timer("layout"):
             sequences, minibatch_of = to_sequences(args, groups, group_advantages)
             rows, totals = packing.lay_out(
@@ -229,7 +229,7 @@ def main(flags: Args) -> None:
                     policy.zero_grad()  # no further optimizer step on this batch, nor this one
                     break
                 norm = optim.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
-                guard.count("actor", norm, step, rows[m], meter)
+                guard.count("actor", norm, step, rows[m], meter)  # notes norms that are not finite
                 meter.add_update("actor", norm, rate)
 
         # 6. Report, save. The last evaluation is of the model that is exported.

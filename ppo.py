@@ -130,10 +130,10 @@ class Args:
 def main(flags: Args) -> None:
     mesh = run.init_distributed(flags.seed, flags.timeout_s)
     meter = metrics.Metrics(hardware.Device(), hardware.process_age())
-    meter.add_time("import")  # since the process began; then, of each part
+    meter.add_time("import")  # seconds since the process began, then from one to the next
     with run.one_line_errors():
         # flags are as given; in args "built-in" is replaced by the paths of a model and data.
-        args = addition.prepare(flags)
+        args = addition.with_paths(flags)
         paths, tokenizer, stream, eval_prompts, scorer = prepare(args)
         flags.run.check(flags, *paths)
         meter.add_time("data")
@@ -182,7 +182,7 @@ def main(flags: Args) -> None:
         with meter.timer("reward"), offloader.present(reward_model):
             groups = score(args, prompts, drawn, scorer, reward_model, meter)
 
-        # 3. Lay out. A minibatch is a fixed slice of the prompt order; its rows serve all passes.
+        # 3. Lay out. Minibatch m is a fixed slice of the prompt order; rows[m] serve all passes.
         with meter.timer("layout"):
             sequences, minibatch_of = to_sequences(args, groups)
             rows, totals = packing.lay_out(
@@ -350,7 +350,7 @@ def update(args: Args, step: int, policy, critic, optimizers, rows, totals, mete
     for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
         critic_gradients(args, critic, rows[m], totals[m], meter)
         norm = optim.optimizer_step(critic, critic_optimizer, critic_rate, args.optim.max_grad_norm)
-        guard.count("critic", norm, step, rows[m], meter)
+        guard.count("critic", norm, step, rows[m], meter)  # notes norms that are not finite
         meter.add_update("critic", norm, critic_rate)
         if not actor_learns:
             continue

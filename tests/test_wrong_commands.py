@@ -37,7 +37,7 @@ def refusal(words, entry, monkeypatch, capfd):
     began = time.monotonic()
     try:
         args = command_line(module.Args(), built_in, "")
-        module.prepare(addition.prepare(args))
+        module.prepare(addition.with_paths(args))
     except SystemExit as stop:
         assert stop.code == 2
         told = capfd.readouterr().err

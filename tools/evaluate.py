@@ -28,7 +28,7 @@ def main(flags: grpo.Args) -> None:
     mesh = run.init_distributed(flags.seed, flags.timeout_s)
     meter = metrics.Metrics(hardware.Device())
     with run.one_line_errors():
-        args = addition.prepare(flags)
+        args = addition.with_paths(flags)
         path, tokenizer, _, prompts, scorer = grpo.prepare(args)
         run.require(prompts, "--eval-every", args.eval_every, "1, with --eval-data FILE")
         policy = model.load_policy(path, mesh, args.model, trainable=False)
