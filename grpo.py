@@ -100,7 +100,7 @@ class Args:
     learning_rate: float = 1e-6
     """Peak learning rate."""
     seed: int = 0
-    """Of the data order, of sampling, and of the built-in model."""
+    """Seed of the data order, of sampling, and of the built-in model."""
     resample_tries: int = 1
     """Rounds of sampling to fill a step with groups that have spread (dynamic sampling); 1: take
     all groups."""

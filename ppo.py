@@ -84,7 +84,7 @@ class Args:
     learning_rate: float = 1e-6
     """Peak learning rate of the policy."""
     seed: int = 0
-    """Of the data order, of sampling, and of the built-in model."""
+    """Seed of the data order, of sampling, and of the built-in model."""
     rollout_every: int = 1
     """Sample every this many steps; those between reuse the last batch, values and advantages."""
     eval_every: int = 0

@@ -56,7 +56,7 @@ class RunConfig:
     save_minutes: float = 10.0
     """Save the state every this many minutes, at most 2 % of the time, and at the end; 0: off."""
     save_every: int = 0
-    """Save it every this many steps as well, and at the end; 0: off."""
+    """Save the state every this many steps as well, and at the end; 0: off."""
     keep: int = 2
     """Newest saved states to keep."""
     resume: bool = False
