@@ -12,10 +12,9 @@ For each of P prompts the policy samples a group of G responses; each gets a rew
                  / number of response tokens in the minibatch          losses.actor_loss
     w            min(pi_old / pi_sampler, cap)                         losses.sampler_correction
 
-pi is the policy as it is trained, pi_old the policy before this step's update, pi_ref the policy
-before the run: logprobs.token_logprobs gives their logarithms at the sampled tokens, and the
-entropy H. pi_sampler is pi_old as the engine computes it, with other kernels and other rounding.
-Its logarithms come with the samples (rollout.Rollout).
+pi is the policy as it is trained, pi_old before this step's update, pi_ref before the run:
+logprobs.token_logprobs gives their logarithms and the entropy H. pi_sampler is pi_old as the engine
+computes it, in other kernels; its logarithms come with the samples (rollout.Rollout).
 
 `main` has the six phases of a step. A minibatch is what one optimizer step sees, a row several
 sequences end to end. All sizes that a user gives are over all ranks; gradients do not depend on the

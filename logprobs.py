@@ -93,9 +93,8 @@ def model_scores(model: nn.Module, rows: Sequence) -> list[float]:
     """Scores of packed sequences by a decoder with one label, in the order they were packed from.
 
     rows: of packing.pack_alike, as many on all ranks: a sharded forward is collective. A score is
-    read at a sequence's last token, found by its length: pad and end may be one token. ValueError
-    for a model with other than one label, and for eager attention, which does not keep sequences
-    apart. RuntimeError for a score that is not finite.
+    read at a sequence's last token, by its length: pad and end may be one token. ValueError unless
+    it has one label and attention that keeps sequences apart; RuntimeError for NaN or Inf.
     """
     config = model.config
     attends = config._attn_implementation
