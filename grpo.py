@@ -155,8 +155,7 @@ def main(flags: Args) -> None:
     meter = metrics.Metrics(hardware.Device(), hardware.process_age())
     meter.add_time("import")  # seconds since the process began, then from one to the next
     with run.one_line_errors():
-        # flags are as given; in args "built-in" is replaced by the paths of a model and data.
-        args = addition.with_paths(flags)
+        args = addition.with_paths(flags)  # the same settings, with paths in place of "built-in"
         path, tokenizer, stream, eval_prompts, scorer = prepare(args)
         flags.run.check(flags, path)
         meter.add_time("data")
