@@ -148,7 +148,7 @@ def warm_up(
 ) -> None:
     """Each model's passes over each row, on GPUs or if compiled, so that step 0 compiles nothing.
 
-    present(model): a context with the model on the device. both: learners without gradients too.
+    present(model): a context with the model on the device. both: also without gradients.
     """
     for model in filter(None, models):
         if model.device.type == "cpu" and not _is_compiled(model):
