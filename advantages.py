@@ -1,4 +1,4 @@
-"""Group advantages, GAE, and a cache that cannot return yesterday's advantages.
+"""Group advantages, GAE, and a cache that cannot return another batch's advantages.
 
 The problem. A reward says how good a response is; the gradient needs how much better it is than
 expected. GRPO compares each response with its group, the G samples of one prompt; no critic is
@@ -57,8 +57,8 @@ class AdvantageConfig:
     """Divide by the standard deviation of the group (of the batch with baseline batch); off: Dr.
     GRPO."""
     overlong_buffer: int = 0
-    """A response loses reward for each token that it has among the last this many before the limit;
-    0: off."""
+    """Number of tokens before the length limit that each cost a response reward (DAPO's soft
+    penalty); 0: off."""
     overlong_weight: float = 1.0
     """Reward lost by a response that reaches the limit."""
     mask_truncated: bool = False
@@ -153,7 +153,7 @@ def _shifted(rewards: Tensor) -> Tensor:
     """Rewards [P, G] less the first of their group, fp32; exactly 0 where they are equal.
 
     Not less the mean: a mean of equal floats need not be that float. In double, as 1e8 and 1e8 + 1
-    are one number in fp32. What weighted sums round differently (0.1 + 0.2 and 0.3) is equal.
+    are one number in fp32. Rewards that differ by rounding alone (0.1 + 0.2 and 0.3) are equal.
     """
     exact = rewards.double()
     shifted = exact - exact[:, :1]
@@ -172,7 +172,7 @@ def _global_mean_std(
     """Mean and standard deviation (ddof 1) of x over mask and over the ranks of `group`; (0, 0) for
     nothing. Collective."""
     # Two passes: E[x^2] - E[x]^2 loses all digits when the mean is large against the spread.
-    x = x if x.is_floating_point() else x.float()  # a mean of integers is none
+    x = x if x.is_floating_point() else x.float()  # an integer type holds no mean
     sum_and_count = torch.stack([torch.where(mask, x, 0.0).double().sum(), mask.sum().double()])
     total, count = _sum_over_ranks(sum_and_count, group)
     mean = total / count.clamp(min=1)
@@ -189,7 +189,7 @@ def _sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """(x - mean) / (std + 1e-8) over the masked entries of all ranks, 0 elsewhere: [N], [N] bool ->
+    """(x - mean) / (std + 1e-8) where mask is True, over all ranks, 0 elsewhere: [N], [N] bool ->
     [N]. Collective."""
     mean, std = _global_mean_std(x, mask, group)
     differ = mask & (std > 1e-6 * mean.abs())  # else rounding alone would be scaled up to 1
@@ -338,7 +338,7 @@ def _with_fields(rows: Sequence[Sequence], fields: dict[str, Tensor]) -> list[li
 def explained_variance(
     values: Tensor, returns: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None
 ) -> float:
-    """1 - Var(returns - values) / Var(returns) over the masked entries of all ranks: [N], [N], [N]
+    """1 - Var(returns - values) / Var(returns) where mask is True, over all ranks: [N], [N], [N]
     bool. Collective. 1: the values are the returns up to a constant; 0: no better than a constant;
     nan: all returns are equal."""
     _, left = _global_mean_std(returns - values, mask, group)

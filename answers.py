@@ -43,7 +43,7 @@ class _TooLongError(Exception):
 def exact_rewards(responses: list[str], answers: list[str]) -> list[float]:
     """1.0 where a response is its answer, but for white space around them, else 0.0.
 
-    Of a whole batch at once: a call for each sample would cost more than it does.
+    It takes a whole batch: a call for each sample would cost more than the comparison.
     """
     pairs = zip(responses, answers, strict=True)
     return [1.0 if str(mine).strip() == str(gold).strip() else 0.0 for mine, gold in pairs]
@@ -102,7 +102,7 @@ def extract_answer(response: str) -> str:
 
 
 def _boxed(text: str) -> str:
-    """2 of "\\boxed{2} ..."; of "\\boxed 2 ..." too, where TeX takes one token."""
+    """The box's content: 2 of "\\boxed{2} ...", and of "\\boxed 2", where TeX takes one token."""
     opening = re.match(r"\\f?box(?:ed)?\s*", text).end()
     if text[opening : opening + 1] != "{":
         token = re.match(r"\\[a-zA-Z]+|\w(?!\w)", text[opening:])

@@ -170,9 +170,8 @@ def _varlen_attention(query, key, value, scaling, window, cu_seqlens, max_seqlen
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
     gqa = {}
     if q.shape[1] != k.shape[1]:
-        if (
-            "enable_gqa" in inspect.signature(varlen_attn).parameters
-        ):  # torch 2.13; 2.11 wants the heads repeated
+        # Of torch 2.13; 2.11 wants the heads repeated.
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             gqa = {"enable_gqa": True}
         else:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))

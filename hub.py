@@ -83,7 +83,7 @@ def load_tokenizer(path: str, label: str) -> Any:
 
     logging.disable_progress_bar()
     advice = "save the model's tokenizer there with save_pretrained"
-    with _said_of(f"{label}: its tokenizer does not load", f"; {advice}"):
+    with _explained(f"{label}: its tokenizer does not load", f"; {advice}"):
         tokenizer = AutoTokenizer.from_pretrained(path)
         words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
     if not words:  # what Transformers makes of a directory without one
@@ -96,7 +96,7 @@ def _config(path: str, label: str):
     """The configuration of a decoder's text part, in the spelling of this Transformers."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    with _said_of(f"{label}: config.json is of no model for Transformers"):
+    with _explained(f"{label}: config.json is of no model for Transformers"):
         config = AutoConfig.from_pretrained(path)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = f"is of the type {config.model_type}, which is no decoder of text alone"
@@ -105,7 +105,7 @@ def _config(path: str, label: str):
 
 
 @contextlib.contextmanager
-def _said_of(what: str, advice: str = "") -> Iterator[None]:
+def _explained(what: str, advice: str = "") -> Iterator[None]:
     """Inside, whatever other libraries raise for a broken file is a ValueError in one line."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
@@ -141,7 +141,7 @@ def num_positions(config, label: str = "model") -> int | None:
     if kind == "longrope":
         return original or positions
     if kind in ("yarn", "linear") and positions is not None:
-        with _said_of(f"{label}: has a rotary scaling without a factor that is a number"):
+        with _explained(f"{label}: has a rotary scaling without a factor that is a number"):
             return max(positions, int((original or positions) * float(rope.get("factor", 1))))
     return positions
 
@@ -155,7 +155,7 @@ def _tensor_files(path: str, label: str) -> list[Path]:
         raise ValueError(f"{label}: has no {single.name} and no index of several; {advice}")
     if not index.exists():
         return [single]
-    with _said_of(f"{label}: {index.name} lists no files", "; copy it again"):
+    with _explained(f"{label}: {index.name} lists no files", "; copy it again"):
         names = set(json.loads(index.read_text())["weight_map"].values())
         files = [Path(path) / name for name in sorted(names)]
     for file in files:
@@ -171,7 +171,7 @@ def _shapes(path: str, label: str) -> list[tuple[str, list[int]]]:
     shapes = []
     for file in _tensor_files(path, label):
         what = f"{label}: {file.name} cannot be read"
-        with _said_of(what, "; copy it again"), safe_open(file, "pt") as opened:
+        with _explained(what, "; copy it again"), safe_open(file, "pt") as opened:
             for name in list(opened.keys()):
                 shapes.append((name, opened.get_slice(name).get_shape()))
     return shapes
@@ -260,7 +260,7 @@ def stop_token_ids(path: str, *more: int | None) -> list[int]:
     ids = set(more) - {None}
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
-        with _said_of(f"{path}: {name} has no list of token ids", "; copy it again"):
+        with _explained(f"{path}: {name} has no list of token ids", "; copy it again"):
             eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
             ids.update(map(operator.index, [eos] if isinstance(eos, int) else eos or []))
     return sorted(ids)

@@ -17,8 +17,8 @@ One convention, one shift. x[i] belongs to tokens[i]: logprobs[i] = log pi(token
 comes from the hidden state at i - 1, and so does a critic's values[i] = V(tokens[<i]). The shift is
 in `_states_before` and nowhere else. The first token of a sequence has logprob 0.
     tokens       5 6 | 7 8 9      response_mask 0 1 0 1 1      states used  5 7 8      targets 6 8 9
+The temperature divides the logits, as in the sampler; else every ratio would be wrong.
 
-Temperature divides the logits as in the sampler; else every ratio is wrong by the tempering.
 Shapes: N tokens in a row, R response tokens, C tokens in a chunk, V vocabulary, D hidden size.
 Results are fp32; the head's product takes the model's dtype and gives fp32; softmax and sums are
 fp32. Memory: two [C, V] fp32 matrices (three with a soft-cap) and the head's gradient, whatever R
@@ -93,8 +93,8 @@ def model_scores(model: nn.Module, rows: Sequence) -> list[float]:
     """Scores of packed sequences by a decoder with one label, in the order they were packed from.
 
     rows: of packing.pack_alike, as many on all ranks: a sharded forward is collective. A score is
-    read at a sequence's last token, found by its length: pad and end may be one token. Attention
-    must keep sequences apart: attention.py's, or Transformers' sdpa and flash.
+    read at a sequence's last token, by its length: pad and end may be one token. ValueError unless
+    it has one label and attention that keeps sequences apart; RuntimeError for NaN or Inf.
     """
     config = model.config
     attends = config._attn_implementation
@@ -128,7 +128,7 @@ def with_logprobs(
 ) -> list[list]:
     """The rows of each minibatch with one more field: the model's log-probabilities [N].
 
-    skip: the first so many minibatches stay as they are.
+    skip: how many minibatches at the start stay as they are.
     """
 
     def compute(row) -> Tensor:
@@ -148,7 +148,7 @@ def warm_up(
 ) -> None:
     """Each model's passes over each row, on GPUs or if compiled, so that step 0 compiles nothing.
 
-    present(model): a context with the model on the device. both: learners without gradients too.
+    present(model): a context with the model on the device. both: also without gradients.
     """
     for model in filter(None, models):
         if model.device.type == "cpu" and not _is_compiled(model):
@@ -209,7 +209,7 @@ def _placed(values: Tensor, positions: Tensor, cu_seqlens: Tensor, tokens: Tenso
 
 
 def plain_head(model: nn.Module) -> nn.Linear:
-    """The output matrix of a model whose logits are its product with the states, and no more."""
+    """The head of a model whose logits are head(states) and no more; ValueError for others."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         advice = "merge its adapters, or leave the head without"

@@ -34,10 +34,10 @@ exp(d) - d - 1. By value k1 and k3 are unbiased for KL(p|ref). By gradient, whic
 a loss, k1 is noise around zero, k2 has the gradient of KL(p|ref) and k3 that of KL(ref|p). So k1 is
 refused as a loss; in a reward k1 is the right one.
 
-Shapes: N tokens in a packed row, S sequences; tensors are [N] unless said otherwise. Where a
-function takes a mask, masked entries may hold anything, NaN too. A padded batch [B, T] is a row
-when flattened: cu_seqlens are the multiples of T, pads are masked. No exp is taken of more than 40
-nats: beyond, a ratio is e^40, with a gradient of that size, where fp32 would give inf and 0 x inf.
+Shapes: N tokens in a packed row, S sequences; tensors are [N] unless said otherwise. "Masked" is
+an entry where a mask is False: it may hold anything, NaN too. A padded batch [B, T] is a row when
+flattened: cu_seqlens are the multiples of T, pads are masked. No exp is taken of more than 40 nats:
+beyond, a ratio is e^40, with a gradient of that size, where fp32 would give inf and 0 x inf.
 
 What we give up: a fused kernel, and a ratio clipped from above for bad tokens (dual-clip PPO).
 Sources: Schulman 2017 (arXiv:1707.06347), Shao 2024 (GRPO, arXiv:2402.03300), Liu 2025 (Dr. GRPO,
@@ -121,8 +121,8 @@ def _check_choice(name: str, value: Any, choices: Any) -> None:
 @dataclass(frozen=True)
 class CriticConfig:
     path: str = ""
-    """Model that it starts from, with its score head or one of zeros; empty: the reward model, or
-    the policy."""
+    """Model that the critic starts from; a score head that it lacks begins as zeros. Empty: the
+    reward model, or without one the policy."""
     learning_rate: float = 1e-5
     """Peak learning rate of the critic."""
     warmup_steps: int = 0
@@ -233,9 +233,9 @@ def policy_loss(
 
     logprobs [N] with grad, old_logprobs [N], advantages [N], response_mask [N] bool; w is
     token_weights [N] (1 / length for a mean over sequences) times importance_weights [N], each 1 if
-    None. ratio "sequence" needs cu_seqlens [S+1]. Statistics are means over this row's response
-    tokens: pg_clipfrac (share of tokens whose gradient the clip removes) and ppo_kl (k3 estimate of
-    KL(old|current)). A row without response tokens gives 0 and zero gradient.
+    None. ratio "sequence" needs cu_seqlens [S+1], else ValueError. Statistics are means over this
+    row's response tokens: pg_clipfrac (share of tokens whose gradient the clip removes) and ppo_kl
+    (k3 estimate of KL(old|current)). A row without response tokens gives 0 and zero gradient.
     """
     _check_choice("ratio", ratio, Ratio)
     log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0)

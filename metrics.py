@@ -50,13 +50,13 @@ class Metrics:
     """
 
     def __init__(self, device=None, before_s: float = 0.0):
-        """device: hardware.Device, or None for no figures of it. before_s: seconds that count to
-        what is booked first."""
+        """device: hardware.Device, or None for no figures of it. before_s: seconds before this
+        call that are part of the first time that is booked."""
         self._entries: dict[tuple[str, str], Entry] = {}  # by (name, reduction)
         self._timers: list[str] = []
         self._since = time.perf_counter() - before_s
         self._rollout_tokens = 0.0  # of the latest step that sampled, over all ranks
-        self._rollout_s = 0.0  # since the step before it
+        self._rollout_s = 0.0  # of the steps since then, that one included
         self._costs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> Cost
         self._device = device
         if device is not None:
@@ -65,7 +65,10 @@ class Metrics:
     def add(
         self, name: str, value: float | Tensor, weight: float = 1.0, reduction: str = "mean"
     ) -> None:
-        """One observation of `name`. reduction: "mean" (by `weight`), "sum", "max" or "min"."""
+        """One observation of `name`, a number or a scalar tensor, on any device.
+
+        reduction: "mean" (by `weight`), "sum", "max" or "min".
+        """
         if reduction == "mean" and weight == 0:
             return  # a row without response tokens
         if isinstance(value, Tensor):
@@ -147,8 +150,8 @@ class Metrics:
             self._book(wait=finished)  # after an exception, what is waited for may never come
             self._timers.pop()
 
-    def lap(self, name: str) -> None:
-        """Books the time since the last timer or lap under `name`; waits for the device."""
+    def add_time(self, name: str) -> None:
+        """Books the time since the last timer or add_time under `name`; waits for the device."""
         self._timers.append(name)
         self._book()
         self._timers.pop()

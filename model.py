@@ -51,7 +51,7 @@ class ModelConfig:
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that are updated; bfloat16 halves memory, loses updates below 0.4 %."""
     activation_checkpointing: bool = False
-    """Keep one activation a layer, compute the others again: less memory, 25 % more time."""
+    """Keep one activation a layer, compute the others again: less memory, two forwards a row."""
     compile: bool = field(default_factory=lambda: torch.cuda.is_available())
     """torch.compile each decoder layer: faster, and closer to the sampler's rounding."""
     reshard_after_forward: bool = True

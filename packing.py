@@ -119,7 +119,7 @@ class BatchConfig:
         return [place[position] * self.num_minibatches // len(place) for position in positions]
 
     def minibatch_order(self, totals: Sequence[Mapping[str, int]], seed: object) -> list[int]:
-        """Minibatches with response tokens, once per epoch; from the second on shuffled."""
+        """The minibatches that have response tokens, once per epoch; shuffled from epoch 1 on."""
         order = []
         for epoch in range(self.num_epochs):
             minibatches = list(range(self.num_minibatches))
@@ -176,9 +176,9 @@ def lay_out(
     holds over all ranks: {"tokens": response tokens, "sequences": sequences with a response token}.
     Collective over all ranks.
 
-    sequences and the minibatch of each: this rank's own, before load is evened out. exchange:
-    exchange.exchange, or a stand-in for one rank. like: a sequence with the names and dtypes, for
-    ranks that have none.
+    sequences and the minibatch of each: this rank's own, before they are dealt to the ranks.
+    exchange: exchange.exchange, or a stand-in for one rank. like: a sequence with the names and
+    dtypes, for ranks that have none.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     capacity = config.tokens_per_row
@@ -229,8 +229,8 @@ def _agree_on_rows(parts: Sequence[Sequence], capacity: int) -> list[int]:
 def pack_alike(sequences: Sequence[Mapping[str, Tensor]], capacity: int) -> list[PackedRow]:
     """This rank's sequences in rows, the same number of rows on all ranks. Collective.
 
-    For a sharded model that only reads, such as a reward model: no sequence travels. `row.source`
-    says where in the list a row's sequences are."""
+    For a sharded model that is not trained, such as a reward model. Each sequence stays on its
+    rank; `row.source` says where in the list a row's sequences are."""
     [num_rows] = _agree_on_rows([sequences], capacity)
     return pack(sequences, capacity, num_rows=num_rows)
 
@@ -262,8 +262,8 @@ def sequence(
     """A sequence for pack(): "tokens", "response_mask" (all False unless `learn`) and the fields.
 
     prompt_ids [p], response_ids [r]; a field is a tensor [r] or one number for all response tokens,
-    and becomes [p + r] fp32, 0 on the prompt. The mask follows from the lengths alone: a pad, an
-    end, or another stop token in the response is a token like any other.
+    and becomes [p + r] fp32, 0 on the prompt. The mask follows from the lengths alone: pads and
+    stop tokens in a response are tokens like others. ValueError for a response without a prompt.
     """
     num_prompt = len(prompt_ids)
     num_tokens = num_prompt + len(response_ids)

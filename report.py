@@ -50,9 +50,9 @@ that nothing could be measured, or NaN.
     timing_s/reshard              weight sync, and waking the KV cache
     timing_s/rollout, eval        sampling; evaluation
     timing_s/reward               waiting for scores
-    timing_s/layout               advantages of groups, packing, exchange, copies to the GPU
+    timing_s/layout               packing, exchange between ranks, copies to the GPU
     timing_s/old_logprobs         pass of the policy before the update; ref_logprobs: the reference
-    timing_s/values               PPO: the critic's pass; advantages: GAE and whitening
+    timing_s/advantages           of groups; in PPO GAE and whitening; values: the critic's pass
     timing_s/update, save, other  optimizer steps; the checkpoint after the step before; the rest
     throughput/tokens_per_sec     prompt + response tokens of the latest rollout, each once, of all
                                   ranks, over the time since the step that sampled them began
@@ -95,7 +95,8 @@ class LogConfig:
     samples_per_step: int = 4
     """Responses written to samples.jsonl each step; 0: none."""
     plot_every: int = 10
-    """Redraw curves.png every this many steps, but in 2 % of the time, and at the end; 0: never."""
+    """Redraw curves.png every this many steps, in at most 2 % of the time, and at the end; 0:
+    never."""
     mismatch_alarm: float = 0.01
     """Warn once when rollout_corr/kl, the distance between sampler and trainer in nats per token,
     exceeds this; bf16 alone gives 0.001, an 8-bit sampler up to 0.03."""

@@ -177,8 +177,8 @@ def iter_full_params(
     for adapters, and for weights that wait in host memory.
     """
     parameters = list(_parameters(model).items())
-    # Four are alive at a time: what arrives, what has arrived, its tensors, and those that the
-    # consumer still holds.
+    # Four buckets are in memory at a time: what arrives, what has arrived, its tensors, and those
+    # that the consumer still holds.
     gathers = (
         _start_gather(bucket, dtype)
         for bucket in _buckets(parameters, bucket_bytes // 4, dtype.itemsize)

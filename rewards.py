@@ -61,9 +61,9 @@ class RewardConfig:
     weights: tuple[float, ...] = ()
     """Weight of each function in the sum, in the same order; empty: 1 for each."""
     num_workers: int = 4
-    """Worker processes per rank: so many samples or remote requests are in work at once."""
+    """Worker processes per rank: the number of samples or remote requests in work at once."""
     time_limit_s: float = 5.0
-    """Seconds for a sample, then its worker is killed; n / num_workers times that for a batch."""
+    """Seconds for a sample, then its worker is killed; a batch of n: n / num_workers times that."""
     memory_limit_mb: int = 4096
     """MB of address space that a worker may take on top of its imports; 0: no limit."""
     error_reward: float = 0.0
@@ -162,7 +162,7 @@ class Scorer:
         waiting = self._waiting[name]
         share = len(waiting) // (2 * self.config.num_workers)
         taken = []
-        # Behind slow ones the rest of a message would wait while other workers are idle.
+        # Few if they are slow: those behind would wait while other workers are idle.
         with contextlib.suppress(IndexError):  # others have taken them
             for _ in range(1 + min(share, int(MESSAGE_S / self._sample_s[name]))):
                 taken.append(waiting.popleft())
@@ -184,7 +184,7 @@ class Scorer:
             self._threads.submit(self._call_waiting, name)
 
     def _call(self, name: str, samples: list[dict]) -> list[Outcome]:
-        """Of a function that takes the whole batch."""
+        """The outcomes of all samples, by one call of a function that takes the whole batch."""
         rounds = math.ceil(len(samples) / self.config.num_workers)
         [reply] = self._ask(self._idle.get(), name, samples, self.config.time_limit_s * rounds)
         return reply if len(reply) == len(samples) else reply * len(samples)
@@ -246,7 +246,7 @@ class Scorer:
         return rewards, stats
 
     def _outcomes(self, name: str, samples: list[dict]) -> list[Outcome]:
-        """Of all samples; if too many fail, of those up to the error that exceeds the limit."""
+        """Of all samples, or, if too many fail, of those up to the error that exceeds the limit."""
         if self._batched[name]:
             return self._call(name, samples) if samples else []
         outcomes: list[Outcome] = []
@@ -331,7 +331,7 @@ def _probe(url: str, time_limit_s: float) -> None:
 class _Worker:
     """A process in its own session: a new interpreter, or a fork if there are callables."""
 
-    ends: ClassVar = WeakSet()  # the trainer's, of the pipes to all workers
+    ends: ClassVar = WeakSet()  # the trainer's ends of the pipes to all workers
 
     def __init__(self, callables: Mapping[str, Callable]):
         self.connection, theirs = Pipe()
@@ -343,7 +343,7 @@ class _Worker:
             if self.pid == 0:
                 os.setsid()
                 os.dup2(2, 1)
-                # Open here, too, they would hide that the trainer is gone.
+                # Left open in the fork, they would hide from workers that the trainer is gone.
                 for end in list(self.ends):
                     end.close()
                 serve(theirs, callables)

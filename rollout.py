@@ -55,7 +55,7 @@ class RolloutConfig:
     tensor_parallel_size: int = 1
     """Consecutive ranks that share one engine; must divide the number of ranks."""
     memory_fraction: float = 0.45
-    """Share of the GPU's memory for weights and KV cache; ignored if kv_cache_gb is set."""
+    """Share of the GPU's memory for the engine's weights and KV cache; unused with kv_cache_gb."""
     kv_cache_gb: float = 0.0
     """KV cache in GiB; 0: what memory_fraction leaves (on CPU 0.25)."""
     sleep_level: Literal[0, 1, 2] = 2
@@ -67,7 +67,7 @@ class RolloutConfig:
     length_bins: int = 0
     """Submit prompts in this many bins of expected response length, longest first; 0: in order."""
     scheduler: Literal["closed", "vllm"] = "closed"
-    """closed: one for batches that nobody joins, up to 4.8 times as fast; vllm: vLLM's own."""
+    """closed: for batches that no request joins later, up to 4.8 times as fast; vllm: its own."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """fp8: twice the KV cache; needs the importance correction."""
     quantization: Literal["none", "fp8", "fp8_per_channel"] = "none"

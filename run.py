@@ -1,4 +1,4 @@
-"""A run begins and ends: process group, command line, directory, refusals.
+"""A run begins and ends: process group, command line, directory, errors.
 
 The problem. Much of what goes wrong before the first step is the user's to mend, and that starts
 with the message. A traceback from eight ranks hides it; a setting of the wrong type is found an
@@ -10,7 +10,7 @@ How it works.
        no --model        the built-in job's settings
        otherwise         the dataclass's own
    Flags go over them. A file's settings are checked as flags are: names, types, choices, ranges.
-2. `refusals` is the block in which bad input may show up. What is raised there for the user
+2. `one_line_errors` is the block in which bad input may show up. What is raised there for the user
    (ValueError, OSError) ends the job in one line, whichever rank meets it.
 3. `RunConfig.open` makes the run's directory and locks it for as long as the process lives. An
    earlier run of that name is kept under a number, unless it is resumed.
@@ -54,15 +54,15 @@ class RunConfig:
     name: str = "run"
     """The run's own directory in it; an earlier run of that name is renamed, unless resumed."""
     save_minutes: float = 10.0
-    """Save the state every this many minutes, but in 2 % of the time, and at the end; 0: off."""
+    """Save the state every this many minutes, at most 2 % of the time, and at the end; 0: off."""
     save_every: int = 0
-    """Save it every this many steps as well, and at the end; 0: off."""
+    """Save the state every this many steps as well, and at the end; 0: off."""
     keep: int = 2
     """Newest saved states to keep."""
     resume: bool = False
     """Continue this name's run from its newest saved state."""
     max_skipped: int = 8
-    """Stop after this many minibatches in a row that were skipped: their gradients not finite."""
+    """Stop after this many minibatches in a row were skipped, as their gradient was not finite."""
 
     def __post_init__(self):
         is_name = self.name not in ("", ".", "..") and "/" not in self.name
@@ -79,9 +79,9 @@ class RunConfig:
         return Path(self.output_dir) / self.name
 
     def check(self, settings: Any, *model_paths: str) -> None:
-        """ValueError, before memory is taken, if open() could not do its work: a run of this name
-        goes on, a model lies in its directory, the disk has no room for what is learned, or a
-        resume has no state or unlike settings."""
+        """ValueError, before memory is taken, if open() could not do its work: another process is
+        at work on this name's run, a model lies in its directory, the disk has no room for the
+        trained model, or a resume has no saved state or other settings."""
         for path in filter(None, model_paths):
             if self.directory.resolve() in Path(path).resolve().parents:
                 where = "lies in the directory of this run"
@@ -170,7 +170,7 @@ def _to_json(settings: Any) -> dict[str, Any]:
     return known
 
 
-# What a saved state follows from. A resumed run takes all else from its flags, and prints it.
+# Settings that a saved state depends on. A resumed run may change all others; it prints changes.
 FIXED_ON_RESUME = ("--seed", "--model", "--reward-model", "--critic.path", "--model.master-dtype")
 FIXED_ON_RESUME += ("--data", "--data.weights", "--data.split", "--rollout-every")
 FIXED_ON_RESUME += ("--refresh-every",)  # with it the reference is saved
@@ -191,7 +191,7 @@ def require(holds: object, flag: str, value: object, rule: str) -> None:
 
 
 @contextlib.contextmanager
-def refusals() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     """Inside, a ValueError or OSError ends the job with one line "error: ..." and exit code 1."""
     try:
         yield
@@ -205,7 +205,8 @@ def refusals() -> Iterator[None]:
 def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
     """A 1-D mesh "shard" over all ranks of torchrun (one without it); selects this rank's device.
 
-    Collectives fail after timeout_s, above the longest rollout or reward. All ranks: one seed.
+    seed: of torch, the same on all ranks. timeout_s: when a collective fails that a rank does not
+    join; it must exceed the longest rollout and reward.
     """
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
     for name, value in alone.items():
@@ -247,7 +248,7 @@ def _exit_now(kind, value, trace) -> None:
 
 
 def leave() -> None:
-    """End a finished run on all ranks, without what engines print at an exit. Collective."""
+    """End a finished run on all ranks, without what engines print when they exit. Collective."""
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,7 +1,7 @@
 """From prompts to scored groups: draw, decode, score; and the same for evaluation.
 
-The problem. Rewards want text and the engine gives tokens. Decoding and scoring at the end of a
-rollout would wait for each other; one response at a time beside the engine, they would fight it
+The problem. Rewards want text and the engine gives tokens. Decoded and scored after the rollout,
+responses keep the GPU waiting. Decoded one by one during the rollout, they compete with the engine
 for the interpreter's lock.
 
 How it works. The engine hands over the responses that ended in one of its steps. A thread decodes

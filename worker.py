@@ -52,7 +52,7 @@ def serve(connection: Connection, callables: Mapping[str, Callable] = {}) -> Non
     worker = os.getpid()
 
     def stay(number: int, frame: Any) -> None:
-        """A signal to all processes of a run: its step is finished, with the rewards of calls."""
+        """Ignore a signal to all processes of a run: it finishes its step, which needs rewards."""
         if os.getpid() != worker:  # a function's own child
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -73,7 +73,7 @@ def serve(connection: Connection, callables: Mapping[str, Callable] = {}) -> Non
         batched = [known["batched"] for known in reply if functions]
         while True:
             index, samples, limit_s = connection.recv()
-            # Those that are scored one by one are unpickled so: a bad one takes no other with it.
+            # Samples that are scored one by one are unpickled one by one: each fails for itself.
             for part in [samples] if batched[index] else ([pickle.loads(x)] for x in samples):
                 # Ends the process if no trainer is left to kill it.
                 faulthandler.dump_traceback_later(limit_s + 5, exit=True, file=silence)
@@ -210,7 +210,7 @@ def _columns(parameters: Mapping[str, inspect.Parameter], samples: list[dict]) -
 
 
 def _outcome(value: Any) -> Outcome:
-    # What __float__ raises: None, a string, a tensor of several elements.
+    # None, a string, a tensor of several elements: whatever their __float__ raises.
     with contextlib.suppress(Exception):
         if math.isfinite(value) and abs(float(value)) <= MAX_REWARD:
             return float(value), ""

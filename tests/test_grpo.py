@@ -441,7 +441,7 @@ def test_masking_truncated_responses_keeps_their_groups_statistics():
         args = from_json(
             grpo.Args(), dict(advantage=dict(mask_truncated=True), batch=dict(group_size=4))
         )
-        advantages = grpo.compare(args, groups)
+        advantages = grpo.advantages_of(args, groups)
         sequences, minibatches = grpo.to_sequences(args, groups, advantages)
         _, [totals] = lay_out(
             sequences, minibatches, BatchConfig(), exchange=exchange, like=grpo.EMPTY
@@ -1182,7 +1182,7 @@ def test_advantages_are_scaled_only_where_the_settings_say(scale_by_std, expecte
     """Of rewards 1 0 0 0: the mean is 1/4, the deviation 1/2."""
     changes = dict(advantage=dict(scale_by_std=scale_by_std), batch=dict(group_size=4))
     groups = groups_of([[1.0, 0.0, 0.0, 0.0]], [[0, 0, 0, 0]])
-    found = grpo.compare(from_json(grpo.Args(), changes), groups)
+    found = grpo.advantages_of(from_json(grpo.Args(), changes), groups)
     assert found[0].tolist() == pytest.approx(expected, abs=1e-5)
 
 
@@ -1193,7 +1193,7 @@ def test_an_overlong_response_loses_reward():
     ]
     changes = dict(advantage=dict(overlong_buffer=2, scale_by_std=False), batch=dict(group_size=2))
     args = from_json(grpo.Args(), changes | dict(rollout=dict(max_response_tokens=4)))
-    found = grpo.compare(args, [grpo.Group(0, None, rollouts, [1.0, 1.0])])
+    found = grpo.advantages_of(args, [grpo.Group(0, None, rollouts, [1.0, 1.0])])
     assert found.tolist() == [[0.5, -0.5]]
 
 

@@ -491,7 +491,7 @@ def test_what_one_rank_meets_is_printed_once_whichever_rank_it_is(tmp_path, who)
     program.write_text(
         "import torch.distributed as dist, run\n"
         "run.init_distributed(0, 60.0)\n"
-        "with run.refusals():\n"
+        "with run.one_line_errors():\n"
         f"    if dist.get_rank() == 1 or {who == 'all'}:\n"
         "        raise ValueError('--flag 3: must be\\n   less')\n"
         "    dist.barrier()\n"

@@ -38,12 +38,12 @@ def refusal(words, entry, monkeypatch, capfd):
     began = time.monotonic()
     try:
         args = command_line(module.Args(), built_in, "")
-        module.prepare(addition.prepare(args))
+        module.prepare(addition.with_paths(args))
     except SystemExit as stop:
         assert stop.code == 2
         told = capfd.readouterr().err
         assert told.startswith("error: ") and told.count("\n") == 1, told
-    except ValueError as error:  # run.refusals makes one line of it
+    except ValueError as error:  # run.one_line_errors makes one line of it
         told = f"error: {error}"
         assert "\n" not in told
     else:

@@ -3,8 +3,9 @@
     bash launch.sh tools/export.py runs/grpo OUT              the newest state that is whole
     bash launch.sh tools/export.py runs/grpo OUT --step 40    another one
 
-A run that was stopped has no hf/ yet, and --keep states beside the last may be the better ones. The
-weights are bf16 from a GPU, fp32 from a CPU. One rank per GPU shares them, as in training.
+A run that was stopped has no hf/ yet, and an earlier state of those that --keep left may be better
+than the last. The weights are bf16 from a GPU, fp32 from a CPU. They are shared by all ranks, one
+per GPU, as in training.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from examples import addition
 
 def main(args: argparse.Namespace) -> None:
     mesh = run.init_distributed(seed=0, timeout_s=3600)
-    with run.refusals():
+    with run.one_line_errors():
         if args.out.exists() and any(args.out.iterdir()):
             raise ValueError(f"{args.out}: is not empty; give another directory")
         settings = run.read_settings(args.run / "config.json", "export.py")
