@@ -81,7 +81,7 @@ def _rank_main(
     fn: Callable,
     args: tuple,
 ):
-    gc.freeze()  # or each rank's collector goes through all that the parent has made: a third of it
+    gc.freeze()  # a collection need not go through all that the parent has made
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1"
