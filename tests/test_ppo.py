@@ -136,7 +136,7 @@ def test_weights_are_the_same_on_1_and_3_ranks(tiny, files, tmp_path):
     """
     runs = []
     for world_size, tokens_per_row in ((1, 512), (3, 22)):
-        changes = dict(batch=dict(num_epochs=2, tokens_per_row=tokens_per_row))
+        changes = dict(batch=dict(num_epochs=2, group_size=4, tokens_per_row=tokens_per_row))
         changes |= dict(learning_rate=1e-3, critic=dict(learning_rate=1e-3))
         args = job(tiny, files, tmp_path / str(world_size), **changes)
         runs.append(train(args, world_size, **SCRIPTED))
