@@ -176,10 +176,17 @@ for step in range(100):
 """
 
 
+def hear_signals():
+    """Those that nohup, or a shell's &, would have ignored in this process and all below it."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start(step_s, **env):
     command = [sys.executable, "-c", PROGRAM, str(step_s)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    job = subprocess.Popen(command, cwd=ROOT, env=os.environ | env, **pipes)
+    options = dict(cwd=ROOT, env=os.environ | env, preexec_fn=hear_signals)
+    job = subprocess.Popen(command, **options, **pipes)
     assert job.stdout.readline() == "up\n"
     return job
 

@@ -123,7 +123,8 @@ def test_samples_are_drawn_from_the_tempered_distribution(each_engine):
     """
 
     def job(kept):
-        rollouts = kept.sample([[3, 4, 5]], 3000)
+        with kept.ready(max_response_tokens=1) as engine:
+            rollouts = engine.generate([[3, 4, 5]], 3000, seed=0)
         counts = Counter(r.response_ids[0].item() for r in rollouts)
         probabilities = {r.response_ids[0].item(): math.exp(r.logprobs[0]) for r in rollouts}
         rest = 1 - sum(probabilities.values())
@@ -161,7 +162,8 @@ def test_every_parameter_of_the_trainer_reaches_the_engine(one_rank):
         policy = kept.policies[kind]
 
         def answer():
-            return kept.sample([[3, 4, 5, 6]], 1, kind=kind, temperature=0.0)[0].logprobs[:1]
+            with kept.ready(kind, max_response_tokens=1) as engine:
+                return engine.generate([[3, 4, 5, 6]], 1, temperature=0.0)[0].logprobs
 
         base, unmoved = answer(), []
         for name, p in policy.named_parameters():
