@@ -66,12 +66,15 @@ def math_reward(response: str, answer: str) -> float:
 
     `answer` may be a whole solution, with #### or a box, or a list of answers of which any will do.
     """
+    if answer is None or not isinstance(response, str):
+        rule = "needs an answer, and the response as text; of chat messages give the last content"
+        raise ValueError(f"response {response!r:.80}, answer {answer!r:.80}: math {rule}")
     if isinstance(answer, (list, tuple, set)):
         return max((math_reward(response, each) for each in answer), default=0.0)
     gold = str(answer)
     if re.search(r"####|\\boxed|\\fbox", gold):
         gold = extract_answer(gold)
-    given = extract_answer(str(response))
+    given = extract_answer(response)
     if given.split() == gold.split():
         return 1.0 if given.strip() else 0.0
     if len(given) > 4 * len(gold) + 100 or max(len(given), len(gold)) > MAX_CHARS:

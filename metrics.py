@@ -66,6 +66,8 @@ class Metrics:
         self, name: str, value: float | Tensor, weight: float = 1.0, reduction: str = "mean"
     ) -> None:
         """One observation of `name`. reduction: "mean" (by `weight`), "sum", "max" or "min"."""
+        if reduction not in ("mean", "sum", "max", "min"):
+            raise ValueError(f"{name}: reduction {reduction}: must be mean, sum, max or min")
         if reduction == "mean" and weight == 0:
             return  # a row without response tokens
         if isinstance(value, Tensor):

@@ -288,16 +288,27 @@ class Scorer:
 def score(functions: Any, samples: list[dict], *, time_limit_s=5.0, num_workers=4) -> Scores:
     """(rewards, stats) of `samples` by one function or a list of them, specs or callables.
 
-    Errors are counted, not raised.
+    Errors are counted, not raised; ValueError if no sample has a column that a function wants.
     """
     functions = functions if isinstance(functions, (list, tuple)) else [functions]
-    names = tuple(f if isinstance(f, str) else f.__name__ for f in functions)
-    callables = {f.__name__: f for f in functions if not isinstance(f, str)}
+    names = tuple(map(_name, functions))
+    callables = {_name(f): f for f in functions if not isinstance(f, str)}
     config = RewardConfig(names, (), num_workers, time_limit_s, max_error_frac=1.0)
     with contextlib.closing(Scorer(config, callables)) as scorer:
+        known = set().union(*samples)
+        for name, wanted in scorer.wanted.items():
+            if samples and (missing := sorted(set(wanted) - known)):
+                raise ValueError(f"{name} wants {missing}, and samples have {sorted(known)}")
         for index, sample in enumerate(samples):
             scorer.submit(index, sample)
         return scorer.collect(len(samples))
+
+
+def _name(function: Any) -> str:
+    """A spec is its own name; a partial or an object goes by its type's."""
+    if isinstance(function, str):
+        return function
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _pickled(sample: dict) -> tuple[bytes, str]:
@@ -355,7 +366,7 @@ class _Worker:
             # No GPU: a context for each worker would take 0.5 GB.
             pipe = theirs.fileno()
             process = subprocess.Popen(
-                [sys.executable, WORKER, str(pipe)],
+                [sys.executable, "-P", WORKER, str(pipe)],  # -P: a logging.py may lie beside it
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=2,

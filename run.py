@@ -107,7 +107,7 @@ class RunConfig:
         elif (self.directory / "config.json").exists():
             self._keep_earlier_run()
             held = self._lock()
-        os.pwrite(held, f"{os.getpid()} on {os.uname().nodename}".ljust(99).encode(), 0)
+        os.pwrite(held, _this_process().ljust(99).encode(), 0)
         (self.directory / "config.json").write_text(json.dumps(known, indent=2))
 
     def _check_disk(self, *model_paths: str) -> None:
@@ -155,6 +155,8 @@ class RunConfig:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             who = (self.directory / "lock").read_text().strip() or "?"
+            if who == _this_process():
+                who += ", this one,"
             at_work = f"process {who} is at work there; end it or give another one"
             raise ValueError(f"--name {self.name}: {at_work}") from error
         except OSError as error:  # Lustre without -o flock, NFS without lockd
@@ -162,6 +164,10 @@ class RunConfig:
                 why = f"cannot be locked ({error.strerror}); start no second run of this --name"
                 print(f"warning: {self.directory}: {why}", flush=True)
         return held
+
+
+def _this_process() -> str:
+    return f"{os.getpid()} on {os.uname().nodename}"
 
 
 def _to_json(settings: Any) -> dict[str, Any]:

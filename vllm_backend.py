@@ -32,6 +32,7 @@ import contextlib
 import copy
 import logging
 import os
+import socket
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 # What vLLM raises where it has no kernel, no room or no rule for a model.
@@ -76,6 +78,7 @@ class VllmBackend:
         self.on_gpu = torch.cuda.is_available()
         self.sleeps = self.on_gpu and config.sleep_level > 0
         self.fp32_residual = dtype == torch.bfloat16 and config.quantization == "none"
+        _name_rank()
         # In this process, and set before the import.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -198,7 +201,10 @@ class VllmBackend:
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
     def sleep(self) -> None:
-        """Memory goes back to the trainer."""
+        """Memory goes back to the trainer; requests that an exception left running are dropped."""
+        if self.inner_ids:
+            self.llm.llm_engine.abort_request([str(index) for index in self.inner_ids])
+            self.inner_ids.clear()
         if self.sleeps:
             self.llm.sleep(level=self.config.sleep_level)
 
@@ -280,6 +286,22 @@ class VllmBackend:
             skip_clone=True,  # vLLM need not copy each request's deeply: nobody changes them
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+
+
+def _name_rank() -> None:
+    """What vLLM reads of torchrun's variables, for a process that was started without it."""
+    if os.environ.keys() >= {"RANK", "LOCAL_RANK"}:
+        return
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        rule = "set them as torchrun does, before the engine is made"
+        raise ValueError(f"vLLM reads RANK and LOCAL_RANK of the environment: {rule}")
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
+    if not dist.is_initialized():  # vLLM makes the process group
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        os.environ.setdefault("MASTER_ADDR", "localhost")
+        os.environ.setdefault("MASTER_PORT", str(port))
 
 
 def _reason(error: BaseException) -> str:

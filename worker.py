@@ -159,7 +159,9 @@ def load_function(spec: str, time_limit_s: float) -> Callable:
         missing = f"{path}, which holds {spec}, is not there"
         kinds = f"{', '.join(BUILT_IN)}, file.py:function or a URL"
         raise ValueError(missing if spec in BUILT_IN else f"no file and function {spec!r}: {kinds}")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # for its imports beside it
+    # For its imports beside it; behind the standard library, since a logging.py may lie there too.
+    packages = (i for i, entry in enumerate(sys.path) if entry.endswith("-packages"))
+    sys.path.insert(next(packages, len(sys.path)), os.path.dirname(os.path.abspath(path)))
     module = importlib.import_module(os.path.basename(path).removesuffix(".py"))
     if not os.path.samefile(module.__file__, path):
         raise ValueError(f"the name of {path} is taken by {module.__file__}; rename the file")
