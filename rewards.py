@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (rewards.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Rewards: foreign functions turn each response into one number, in worker processes with limits.
 
 The problem. A reward function is foreign code, run on text of a policy that finds its weak spots: a
@@ -13,15 +15,20 @@ hang) is an error: it counts as error_reward and in error_frac, the first of eac
 printed, and collect raises when more than max_error_frac of a function's samples fail.
 
 Functions, by spec. (Reward models are no spec: they run on the trainer's ranks.)
-    math, exact       math_reward and exact_rewards of the file answers.py beside this one
-    reasoning_gym     gym_reward of that file
+    math, exact, reasoning_gym    of the files answers.py and worker.py beside this one
     path.py:function  yours, sync or async. Its parameters are named after columns: prompt,
                       response, answer, truncated, any of the data. A function with a parameter
                       responses or completions gets lists, of the whole batch, and returns a list.
     http://host/path  the sample is posted as JSON, the reply is {"reward": number}; 3 attempts
-
 What we give up. There is no sandbox against malice, and a process that leaves its worker's group
-lives on. Memory is limited for each process, not for all of them together.
+lives on. Memory is limited for each process.
+
+Copied, with worker.py; "math" also with answers.py and expressions.py. A Scorer that is kept starts
+its workers once.
+    from rewards import score
+    def near(response, answer):
+        return -abs(float(response) - float(answer))
+    print(score(near, [{"response": "3.5", "answer": "4"}])[0])  # [-0.5]
 """
 
 import contextlib
@@ -117,7 +124,7 @@ class Scorer:
         self._threads = ThreadPoolExecutor(config.num_workers)
         for name in config.functions:
             if name.startswith(("http://", "https://")):
-                _probe(name, config.time_limit_s)
+                _load_worker().probe(name, config.time_limit_s)
         try:
             described = list(self._threads.map(self._start, range(config.num_workers)))
         except ValueError:
@@ -234,12 +241,8 @@ class Scorer:
             scores = [config.error_reward if score is None else score for score, _ in outcomes]
             rewards = [total + weight * score for total, score in zip(rewards, scores, strict=True)]
             stats[f"{_short(name)}_mean"] = sum(scores) / max(num_samples, 1)
-        sums = [
-            (reward, "")
-            if _fits(reward)
-            else (None, f"{reward} is not finite, or above 1e18 in size")
-            for reward in rewards
-        ]
+        why = "is not finite, or above 1e18 in size"
+        sums = [(x, "") if _fits(x) else (None, f"{x} {why}") for x in rewards]
         num_errors += self._report("(weighted sum)", sums, num_samples)
         rewards = [config.error_reward if total is None else total for total, _ in sums]
         num_calls = max(num_samples, 1) * len(config.functions)
@@ -325,20 +328,6 @@ def _short(name: str) -> str:
 
 def _fits(number: float) -> bool:
     return abs(number) <= MAX_REWARD
-
-
-def _probe(url: str, time_limit_s: float) -> None:
-    """ValueError if nothing answers at the address; any HTTP status is an answer."""
-    from http.client import HTTPException
-    from urllib.error import HTTPError
-    from urllib.request import urlopen
-
-    try:
-        urlopen(url, timeout=time_limit_s).close()
-    except HTTPError as status:
-        status.close()
-    except (OSError, HTTPException, ValueError) as error:
-        raise ValueError(f"--reward.functions {url}: does not answer ({error})") from None
 
 
 class _Worker:

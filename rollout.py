@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (rollout.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Sampling from the policy: an engine in the trainer's processes that runs the trainer's weights.
 
 The problem. Sampling is most of an RL step, so it needs a real inference engine: paged attention,
@@ -25,6 +27,18 @@ under the tempered distribution that it was drawn from.
 What we give up: sampling while training; tools; top-p and top-k. They would cut the sampler's
 distribution, not the trainer's, and every ratio would be off by the mass that was cut.
 Source: Sheng 2024 (HybridFlow, arXiv:2409.19256).
+
+Copied, with hf_backend.py and transformers; reshard.sync_weights(model, engine) takes shards.
+    from hf_backend import HfBackend
+    from rollout import Engine, RolloutConfig
+    from transformers import GPT2Config, GPT2LMHeadModel
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2))
+    model.save_pretrained("tiny")
+    config = RolloutConfig(engine="hf", max_response_tokens=4)
+    engine = Engine(HfBackend, "tiny", config, max_prompt_tokens=8, num_samples=2, stop_ids=[1])
+    with engine.awake():
+        engine.load_weights([list(model.named_parameters())])
+        print(engine.generate([[5, 6, 7]], num_samples=2))
 """
 
 from __future__ import annotations

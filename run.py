@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (run.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """A run begins and ends: process group, command line, directory, refusals.
 
 The problem. Much of what goes wrong before the first step is the user's to mend, and that starts
@@ -18,6 +20,11 @@ How it works.
    which nobody joins any more. torchrun then ends the others.
 
 Source: tyro for the command line; torchrun's environment variables for the process group.
+
+Copied:
+    from run import init_distributed
+    mesh = init_distributed(seed=0, timeout_s=600)
+    print(mesh.mesh_dim_names)  # ('shard',)
 """
 
 from __future__ import annotations
@@ -107,7 +114,7 @@ class RunConfig:
         elif (self.directory / "config.json").exists():
             self._keep_earlier_run()
             held = self._lock()
-        os.pwrite(held, _this_process().ljust(99).encode(), 0)
+        os.pwrite(held, f"{os.getpid()} on {os.uname().nodename}".ljust(99).encode(), 0)
         (self.directory / "config.json").write_text(json.dumps(known, indent=2))
 
     def _check_disk(self, *model_paths: str) -> None:
@@ -155,7 +162,7 @@ class RunConfig:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             who = (self.directory / "lock").read_text().strip() or "?"
-            if who == _this_process():
+            if who == f"{os.getpid()} on {os.uname().nodename}":
                 who += ", this one,"
             at_work = f"process {who} is at work there; end it or give another one"
             raise ValueError(f"--name {self.name}: {at_work}") from error
@@ -164,10 +171,6 @@ class RunConfig:
                 why = f"cannot be locked ({error.strerror}); start no second run of this --name"
                 print(f"warning: {self.directory}: {why}", flush=True)
         return held
-
-
-def _this_process() -> str:
-    return f"{os.getpid()} on {os.uname().nodename}"
 
 
 def _to_json(settings: Any) -> dict[str, Any]:

@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (vllm_backend.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """vLLM inside the training processes: the fast backend of rollout.Engine.
 
 The problem. vLLM is a server that owns its GPU, its weights and its processes. Here it must live in
@@ -24,6 +26,19 @@ keep bf16. On SmolLM2 the log-probabilities of sampler and trainer then differ b
 
 What we give up: vLLM's server, its tokenizer, speculative decoding, LoRA kernels.
 Source: Kwon 2023 (PagedAttention, arXiv:2309.06180). vLLM 0.26 to 0.32.
+
+Copied, with rollout.py, vllm and transformers. For all engines of the process it sets
+VLLM_ENABLE_V1_MULTIPROCESSING=0 and changes the norms in bf16. Make your process group before.
+    from rollout import Engine, RolloutConfig
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from vllm_backend import VllmBackend
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=64, n_layer=2, n_head=2))
+    model.save_pretrained("tiny")
+    config = RolloutConfig(max_response_tokens=4)
+    engine = Engine(VllmBackend, "tiny", config, max_prompt_tokens=8, num_samples=2, stop_ids=[1])
+    with engine.awake():
+        engine.load_weights([list(model.named_parameters())])
+        print(engine.generate([[5, 6, 7]], num_samples=2))
 """
 
 from __future__ import annotations
