@@ -4,6 +4,8 @@ says what is wrong in words that its host can act on.
 
 import ast
 import contextlib
+import copy
+import functools
 import importlib
 import io
 import json
@@ -16,19 +18,43 @@ import subprocess
 import sys
 import tomllib
 import traceback
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch._dynamo  # fully_shard and optimizers do: once, not in each fork
+import torch.distributed as dist
 import torch.distributed.checkpoint
-import torch.distributed.fsdp
-
+import trl_losses
+from ranks import run_ranks
+from rows import make_model
 from test_layout import ENTRIES, MECHANISMS, THIRD_PARTY
 from tiny import save_tiny
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import vllm_backend
+from advantages import AdvantageConfig
+from answers import math_reward
+from attention import use_packed_attention
+from comms import quantize_gradients, quantized_all_reduce
+from hf_backend import HfBackend
+from logprobs import token_logprobs
+from losses import LossConfig, actor_loss, policy_loss, token_weights
+from model import OptimConfig
+from packing import pack, sequence
+from reshard import iter_full_params, sync_weights
+from rewards import score
+from rollout import Engine, RolloutConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OF_THE_HOST = ("logging", "types", "json", "random", "copy", "data", "model")
 ENGINES = {"scheduler", "vllm_backend"}  # their examples start vLLM, which takes half a minute
+
+SLOW_IMPORTS = {"transformers": "transformers.models.gpt2.modeling_gpt2"}
+SLOW_IMPORTS["matplotlib"] = "matplotlib.figure"
 
 # After a file's example, in its names: a mistake, and what is said of it.
 MISTAKES = {
@@ -133,8 +159,9 @@ def is_ours(entry):
 @pytest.mark.parametrize("name", sorted(MECHANISMS - ENGINES))
 def test_a_file_runs_its_example_alone_and_says_what_is_wrong(name, tmp_path):
     blocked = lay_out(name, tmp_path / name)
-    if "transformers" not in blocked:
-        importlib.import_module("transformers.models.gpt2.modeling_gpt2")  # once, not in each fork
+    for package, module in SLOW_IMPORTS.items():
+        if package not in blocked:
+            importlib.import_module(module)  # once, not in each fork
     context = multiprocessing.get_context("fork")
     job = context.Process(target=run_alone, args=(name, tmp_path / name, blocked))
     job.start()
@@ -184,3 +211,274 @@ def test_examples_are_short():
     assert MISTAKES.keys() | WITHOUT == MECHANISMS - ENGINES
     for name in MECHANISMS:
         assert 3 <= len(example_of(name)[1].splitlines()) <= 10, name
+
+
+# docs/copying.md
+
+GUIDE = (ROOT / "docs" / "copying.md").read_text()
+
+
+def snippets(heading):
+    """The code below a heading of the guide, joined."""
+    part = GUIDE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    return "\n".join(re.findall(r"```python\n(.*?)```", part, re.S))
+
+
+def test_a_padded_batch_has_the_loss_of_its_own_code():
+    logprobs, old_logprobs, _, advantages, mask = trl_losses.batch()
+    names = {"torch": torch, "policy_loss": policy_loss, "token_weights": token_weights}
+    names |= {"logprobs": logprobs, "old_logprobs": old_logprobs, "mask": mask}
+    names["advantages"] = advantages[:, None].expand(mask.shape)
+    names["totals"] = {"tokens": int(mask.sum()), "sequences": len(mask)}
+    exec(snippets("A padded batch and a loss"), names)
+    ratio = (logprobs - old_logprobs).exp()
+    surrogate = torch.min(ratio * names["advantages"], ratio.clamp(0.8, 1.2) * names["advantages"])
+    expected = -((surrogate * mask).sum(1) / mask.sum(1)).mean()
+    torch.testing.assert_close(names["loss"], expected)
+
+
+def test_a_padded_batch_that_is_packed_has_the_models_own_loss_and_gradient():
+    model = make_model("llama")
+    padded = copy.deepcopy(model)
+    padded.set_attn_implementation("sdpa")
+    mask = torch.arange(9) < torch.tensor([9, 4, 6])[:, None]
+    input_ids = torch.where(mask, torch.arange(3, 30).view(3, 9), 0)
+    labels = torch.where(mask, input_ids, -100)
+    labels[1, :2] = -100
+    names = {"torch": torch, "model": model, "labels": labels, "input_ids": input_ids}
+    names |= {"attention_mask": mask.long(), "use_packed_attention": use_packed_attention}
+    names |= {"pack": pack, "token_logprobs": token_logprobs}
+    exec(snippets("A padded batch to be packed"), names)
+    names["loss"].backward()
+    own = padded(input_ids, attention_mask=mask.long(), labels=labels).loss
+    own.backward()
+    torch.testing.assert_close(names["loss"], own, rtol=1e-5, atol=0)
+    for mine, theirs in zip(model.parameters(), padded.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_under_ddp_gradients_are_the_mean_over_ranks_also_in_int8():
+    def gradient(code, rank):
+        model = make_model("llama")
+        ids = torch.arange(3 + 5 * rank, 11 + 5 * rank)
+        [row] = pack([sequence(ids[:2], ids[2:])], capacity=16)
+        names = {"torch": torch, "nn": nn, "dist": dist, "model": model, "row": row}
+        names |= {"token_logprobs": token_logprobs, "quantized_all_reduce": quantized_all_reduce}
+        exec(code, names)
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    def both():
+        shown = snippets("DDP")
+        last = "scored(row)[0].sum().backward()\n"
+        plain, _, hook = shown.partition(last)
+        return gradient(plain + last, dist.get_rank()), gradient(
+            plain + hook + last, dist.get_rank()
+        )
+
+    alone = [gradient("token_logprobs(model, row)[0].sum().backward()", rank) for rank in (0, 1)]
+    for exact, coarse in run_ranks(2, both):
+        torch.testing.assert_close(exact, (alone[0] + alone[1]) / 2, rtol=1e-4, atol=1e-5)
+        assert 0 < (coarse - exact).norm() < 0.02 * exact.norm()
+
+
+def test_a_mesh_of_other_names_and_replicas_is_taken():
+    def full():
+        torch.manual_seed(0)
+        names = {"nn": nn, "fully_shard": fully_shard, "init_device_mesh": init_device_mesh}
+        names |= {"quantize_gradients": quantize_gradients, "iter_full_params": iter_full_params}
+        exec(snippets("FSDP2 with your mesh"), names)
+        names["model"](torch.ones(2, 8)).sum().backward()
+        return names["full"], names["model"].weight.grad.full_tensor()
+
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8)
+    for parameters, gradient in run_ranks(2, full):
+        torch.testing.assert_close(parameters["weight"], layer.weight.detach().bfloat16())
+        torch.testing.assert_close(gradient, torch.full((8, 8), 2.0), rtol=0.01, atol=0)
+
+
+def test_trl_calls_the_reward_with_texts_and_with_messages():
+    names = {"score": score}
+    exec(snippets("TRL: a reward"), names)
+    given = {"prompts": ["", ""], "completion_ids": [[1], [2]], "trainer_state": None}
+    answers = {"answer": ["4", "5"]}
+    texts = ["so \\boxed{4}", "so \\boxed{4}"]
+    assert names["is_right"](completions=texts, **given, **answers) == [1.0, 0.0]
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    assert names["is_right"](completions=chats, **given, **answers) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", trl_losses.SETTINGS)
+def test_losses_and_gradients_are_trls(name):
+    """Numbers of TRL's own code: tests/trl_losses.py."""
+    known = json.loads(trl_losses.FILE.read_text())[name]
+    logprobs, old_logprobs, ref_logprobs, advantages, mask = trl_losses.batch()
+    flat = logprobs.flatten().requires_grad_()
+    fields = {"response_mask": mask.flatten(), "old_logprobs": old_logprobs.flatten()}
+    fields["rollout_logprobs"] = fields["old_logprobs"]
+    fields["ref_logprobs"] = ref_logprobs.flatten()
+    fields["advantages"] = advantages[:, None].expand(mask.shape).flatten()
+    edges = torch.arange(0, mask.numel() + 1, mask.shape[1])
+    row = SimpleNamespace(cu_seqlens=edges, num_response_tokens=int(mask.sum()), fields=fields)
+    totals = {"tokens": int(mask.sum()), "sequences": len(mask)}
+    config = LossConfig(importance="off", **trl_losses.SETTINGS[name][1])
+    zeros = torch.zeros_like(flat)
+    loss, _ = actor_loss(flat, zeros, row, totals, config, trl_losses.LONGEST)
+    loss.backward()
+    theirs = torch.tensor(known["gradient"])
+    off = (flat.grad[mask.flatten()] - theirs).norm() / theirs.norm()
+    if name == "default KL":
+        assert off > 1e-3
+    else:
+        assert loss.item() == pytest.approx(known["loss"], rel=1e-6, abs=1e-7)
+        assert off < 1e-6
+
+
+# What a host may do
+
+
+def test_files_work_beside_a_hosts_own_of_the_standard_librarys_names(tmp_path):
+    """As lib.rewards beside lib/logging.py; a worker's folder is first on no path."""
+    library = tmp_path / "lib"
+    library.mkdir()
+    for name in MECHANISMS - set(OF_THE_HOST):
+        shutil.copy(ROOT / f"{name}.py", library)
+    for name in OF_THE_HOST:
+        (library / f"{name}.py").write_text("raise RuntimeError('of the host')\n")
+
+    def use():
+        sys.path.insert(0, str(tmp_path))
+        for name in MECHANISMS - set(OF_THE_HOST):
+            importlib.import_module(f"lib.{name}")
+        samples = [{"response": "4", "answer": "4.0"}]
+        return sys.modules["lib.rewards"].score(["math", "exact"], samples)[0]
+
+    assert run_ranks(1, use) == [[1.0]]
+
+
+def test_samples_without_a_wanted_column_and_answers_that_are_none_are_said(capsys):
+    with pytest.raises(ValueError, match=r"exact wants \['response'\], and samples have"):
+        score("exact", [{"completion": "4", "answer": "4"}])
+    with pytest.raises(ValueError, match="math needs an answer, and the response as text"):
+        math_reward([{"role": "assistant", "content": "4"}], "4")
+
+    class Half:
+        def __call__(self, response):
+            return 0.5
+
+    with pytest.raises(ValueError, match="of different names"):
+        score([lambda response: 1.0, lambda response: 2.0], [{"response": ""}])
+    rewards, stats = score(
+        [functools.partial(lambda x, response: x, 3.0), Half()], [{"response": ""}]
+    )
+    assert rewards == [3.5]
+    assert stats["Half_mean"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RolloutConfig(engine="vlm"), "--rollout.engine vlm: must be one of"),
+        (lambda: RolloutConfig(sleep_level=3), "--rollout.sleep-level 3: must be one of"),
+        (lambda: OptimConfig(decay="cosin"), "--optim.decay cosin: must be constant, linear"),
+        (lambda: LossConfig(importance="tis"), "--loss.importance tis: must be token, sequence"),
+        (lambda: AdvantageConfig(baseline="loo"), "--advantage.baseline loo: must be group"),
+    ],
+)
+def test_a_misspelt_choice_is_refused_without_a_command_line(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_after_an_exception_an_engine_can_be_woken_again(tmp_path):
+    path = save_tiny(tmp_path / "tiny", "qwen2")
+    names = {"RolloutConfig": RolloutConfig, "Engine": Engine, "HfBackend": HfBackend}
+    model = AutoModelForCausalLM.from_pretrained(path)
+    names |= {"sync_weights": sync_weights, "path": path, "model": model}
+    exec(snippets("An engine in your loop"), names)
+    engine = names["engine"]
+    assert len(names["rollouts"]) == 2
+    with pytest.raises(KeyboardInterrupt), engine.awake():
+        raise KeyboardInterrupt
+    with engine.awake():
+        sync_weights(model, engine)
+        with pytest.raises(ValueError, match="prompt 'text': must be a list of token ids"):
+            engine.generate(["text"], 1)
+        with pytest.raises(RuntimeError, match="may not be nested"), engine.awake():
+            pass
+    assert engine.state == "asleep"
+
+
+def test_vllm_finds_what_it_reads_of_torchrun_in_a_process_of_its_own(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # to be as it was afterwards
+        monkeypatch.delenv(name)
+    vllm_backend._name_rank()
+    assert (os.environ["RANK"], os.environ["LOCAL_RANK"]) == ("0", "0")
+    assert int(os.environ["MASTER_PORT"]) > 0
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(ValueError, match="vLLM reads RANK and LOCAL_RANK of the environment"):
+        vllm_backend._name_rank()
+
+
+def test_a_file_that_is_loaded_again_computes_with_its_new_functions():
+    model = make_model("llama")
+    [row] = pack([sequence(torch.tensor([5]), torch.tensor([7, 8]))], capacity=8)
+    token_logprobs(model, row)
+    spec = importlib.util.spec_from_file_location("again", ROOT / "logprobs.py")
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    again._response_logprobs = lambda *_: "new"
+    again._response_logprobs.__name__ = "_response_logprobs"
+    assert again.token_logprobs(model, row) == "new"
+
+
+@pytest.mark.slow
+def test_trl_trains_with_the_reward_of_the_guide(tmp_path):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    names = {"score": score}
+    exec(snippets("TRL: a reward"), names)
+    path = save_tiny(tmp_path / "tiny", "qwen2")
+    rows = [{"prompt": "2+2=", "answer": "4"}] * 4
+    settings = trl.GRPOConfig(
+        str(tmp_path),
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=4,
+        max_steps=1,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+    )
+    trainer = trl.GRPOTrainer(
+        path,
+        names["is_right"],
+        args=settings,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(path),
+    )
+    trainer.train()
+    assert any("rewards/is_right/mean" in line for line in trainer.state.log_history)
+
+
+@pytest.mark.slow
+def test_lora_in_the_layers_is_scored_exactly_and_on_the_head_refused():
+    peft = pytest.importorskip("peft")
+    [row] = pack([sequence(torch.tensor([5]), torch.tensor([7, 8, 9]))], capacity=8)
+    for target, works in (("q_proj", True), ("lm_head", False)):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(target_modules=[target], init_lora_weights=False)
+        model = peft.get_peft_model(make_model("llama"), config)
+        if not works:
+            with pytest.raises(ValueError, match="not a matrix; merge its adapters"):
+                token_logprobs(model, row)
+            continue
+        token_logprobs(model, row)[0].sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.requires_grad]
+        assert all(g is not None and g.abs().sum() > 0 for g in gradients)
+        merged = model.merge_and_unload()
+        use_packed_attention(merged)
+        torch.testing.assert_close(token_logprobs(merged, row), token_logprobs(model, row))
