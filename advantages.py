@@ -135,9 +135,7 @@ def group_advantages(
         raise ValueError(f"rewards {list(rewards.shape)}: must be [P, G], a line for each group")
     group_size = rewards.shape[1]
     if group_size < 2 and baseline != "batch":
-        raise ValueError(
-            f"group size {group_size}: a group baseline needs at least 2 samples"
-        )
+        raise ValueError(f"group size {group_size}: a group baseline needs at least 2 samples")
     too_large = rewards[~(rewards.double().abs() <= MAX_REWARD)]
     if len(too_large):
         raise ValueError(f"rewards {too_large.tolist()}: must be finite, at most 1e18 in size")

@@ -43,7 +43,6 @@ from comms import quantize_gradients, quantized_all_reduce
 from hf_backend import HfBackend
 from logprobs import token_logprobs
 from losses import LossConfig, actor_loss, policy_loss, token_weights
-from model import OptimConfig
 from packing import pack, sequence
 from reshard import iter_full_params, sync_weights
 from rewards import score
@@ -88,6 +87,10 @@ MISTAKES = {
     "offload": (
         "Offload(True, critic); critic(torch.ones(4))",
         "Linear: waits in host memory; put this in `with offload.present(owner):`",
+    ),
+    "optim": (
+        "OptimConfig(decay='cosin')",
+        "--optim.decay cosin: must be constant, linear or cosine",
     ),
     "packing": (
         "pack([{'tokens': row.tokens, 'response_mask': row.tokens.bool()}], 8)",
@@ -380,7 +383,6 @@ def test_samples_without_a_wanted_column_and_answers_that_are_none_are_said(caps
     [
         (lambda: RolloutConfig(engine="vlm"), "--rollout.engine vlm: must be one of"),
         (lambda: RolloutConfig(sleep_level=3), "--rollout.sleep-level 3: must be one of"),
-        (lambda: OptimConfig(decay="cosin"), "--optim.decay cosin: must be constant, linear"),
         (lambda: LossConfig(importance="tis"), "--loss.importance tis: must be token, sequence"),
         (lambda: AdvantageConfig(baseline="loo"), "--advantage.baseline loo: must be group"),
     ],
