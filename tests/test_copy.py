@@ -49,7 +49,7 @@ from rewards import score
 from rollout import Engine, RolloutConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-OF_THE_HOST = ("logging", "types", "json", "random", "copy", "data", "model")
+OF_THE_HOST = ("logging", "types", "json", "random", "fractions", "copy", "data", "model")
 ENGINES = {"scheduler", "vllm_backend"}  # their examples start vLLM, which takes half a minute
 
 SLOW_IMPORTS = {"transformers": "transformers.models.gpt2.modeling_gpt2"}
