@@ -101,14 +101,14 @@ def _run(model: nn.Module, method, row, *options):
 def model_scores(model: nn.Module, rows: Sequence) -> list[float]:
     """Scores of packed sequences by a decoder with one label, in the order they were packed from.
 
-    rows: of packing.pack_alike, as many on all ranks: a sharded forward is collective. A score is
-    read at a sequence's last token, found by its length: pad and end may be one token. Attention
-    must keep sequences apart: attention.py's, or Transformers' sdpa and flash.
+    rows: of packing.pack_alike, as many on all ranks. A score is read at a sequence's last token,
+    found by its length. Attention: attention.py's, or Transformers' causal sdpa and flash.
     """
     config = model.config
     attends = config._attn_implementation
-    if config.num_labels != 1 or not hasattr(model, "score") or attends == "eager":
-        rule = "needs a `score` head, num_labels 1 and attention other than eager"
+    both_ways = any(getattr(x, "is_causal", None) is False for x in [config, *model.modules()])
+    if config.num_labels != 1 or not hasattr(model, "score") or attends == "eager" or both_ways:
+        rule = "needs a `score` head, num_labels 1 and causal attention other than eager"
         raise ValueError(f"{type(model).__name__}: {rule}")
     outputs = []
 

@@ -227,6 +227,22 @@ def snippets(heading):
     return "\n".join(re.findall(r"```python\n(.*?)```", part, re.S))
 
 
+def test_the_table_counts_the_lines_of_the_code_below():
+    sections = re.findall(r"## ([^\n]*)\n(.*?)(?=\n## |\Z)", GUIDE, re.S)
+    blocks = {
+        re.sub(r"[^a-z0-9-]", "", title.lower().replace(" ", "-")): re.findall(
+            r"```python\n(.*?)```", text, re.S
+        )
+        for title, text in sections
+    }
+    found = re.findall(r"\[(\d+)\]\(#(.*?)\)", GUIDE)
+    assert len(found) >= 8
+    for count, anchor in found:
+        lines = [re.findall(r"^ *[^# \n].*", block, re.M) for block in blocks[anchor]]
+        calls = {1} if anchor.startswith("fsdp2") else set()  # beside the host's own two lines
+        assert int(count) in {len(each) for each in lines} | calls, (anchor, list(map(len, lines)))
+
+
 def test_a_padded_batch_has_the_loss_of_its_own_code():
     logprobs, old_logprobs, _, advantages, mask = trl_losses.batch()
     names = {"torch": torch, "policy_loss": policy_loss, "token_weights": token_weights}

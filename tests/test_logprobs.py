@@ -485,6 +485,10 @@ def test_a_model_whose_score_would_be_wrong_is_refused():
         scored(tiny_reward_model(attention="eager"), texts())
     with pytest.raises(ValueError, match="needs a `score` head"):
         scored(tiny_reward_model().model, texts())
+    both_ways = tiny_reward_model(attention="sdpa")
+    both_ways.config.is_causal = False  # neighbours would be seen
+    with pytest.raises(ValueError, match="causal attention"):
+        scored(both_ways, texts())
 
 
 def test_a_score_that_is_not_finite_stops_the_run():
