@@ -77,6 +77,9 @@ class HfBackend:
         """The names of the parameters that got no tensor."""
         parameters = dict(self.model.named_parameters())
         for name, tensor in weights:
+            if name not in parameters:
+                rule = "is no parameter of the engine's model, or was sent before"
+                raise ValueError(f"{name}: {rule}; send each by its name in the checkpoint")
             parameters.pop(name).copy_(tensor)
         return set(parameters)
 

@@ -70,6 +70,10 @@ MISTAKES = {
         "--data.long-prompts dropped: must be drop or refuse",
     ),
     "exchange": ("exchange(mine, destination=[0, 1])", "destination 1 is no rank of the group"),
+    "hf_backend": (
+        "backend.load([('module.lm_head.weight', torch.ones(1))])",
+        "module.lm_head.weight: is no parameter of the engine's model",
+    ),
     "hub": ("from hub import find_model; find_model('.', 8)", "--model .: has no config.json"),
     "logprobs": (
         "token_logprobs(torch.nn.Linear(2, 2), row)",
@@ -107,7 +111,7 @@ MISTAKES = {
     "run": ("from run import RunConfig; RunConfig(name='a/b')", "--name 'a/b': must be the name"),
 }
 # Who has nothing to refuse: no setting, and any text is an answer.
-WITHOUT = {"curves", "expressions", "guard", "hardware", "hf_backend", "sampling", "worker"}
+WITHOUT = {"curves", "expressions", "guard", "hardware", "sampling", "worker"}
 
 
 def example_of(name):
