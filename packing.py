@@ -9,13 +9,13 @@ Padded to the longest one, a batch is 24 to 66 % full; packed into rows of a fix
 How it works. Three steps, each cheap (4,096 sequences: some 20 ms):
 1. `balance` deals sequences to ranks so that predicted time is equal. Attention is quadratic
    within a sequence, so the cost of length l is l + l^2 / (2 C), not l; C is the row size. Longest
-   first, each to the cheapest rank so far (at most 4/3 of the optimum; from 512 sequences 0.1 %).
+   first, each to the cheapest rank so far (at most 4/3 of the optimum, from 512 on within 0.1 %).
 2. `first_fit_decreasing` fills one rank's rows: longest first, each into the first row with room
    (at most 11/9 of the optimum + 1 row).
        lengths 7 5 4 3 1, capacity 10  ->  rows [7 3] [5 4 1]
 3. All ranks agree on the number of rows (the largest), and `pack(..., num_rows)` adds empty rows
    where a rank has fewer: FSDP gathers parameters in every forward, so a rank that runs fewer
-   forwards than the others hangs them. An empty row is one masked token.
+   forwards than the others hangs them. An empty row is masked.
 
 A row is flat. Letters: N tokens in a row, S sequences in a row.
     tokens        7 8 9 | 4 5          [N]    x[i] of every field belongs to tokens[i]
@@ -30,7 +30,7 @@ Its fields, [N] each: the phase of the scripts that sets it, and by what, and wh
     ref_logprobs      4  logprobs.with_logprobs   actor_loss, estimate
     values            4  logprobs.with_values     critic_loss, estimate
     returns           4  advantages.estimate      critic_loss
-    advantages        3  sequence (in ppo.py 4, advantages.estimate)    actor_loss
+    advantages        3  sequence (ppo.py: 4)     actor_loss; in ppo.py estimate sets them
 
 What we give up. One token budget for all rows; no sequence is split over rows or ranks (one longer
 than the capacity gets its own row, which is then longer than asked for).
