@@ -1,8 +1,10 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (data.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Prompts: reading, tokenizing once, and an order that can be resumed.
 
-The problem. Silent errors: the chat template's text begins with BOS and the tokenizer adds another
-(worth 6 points on MMLU in one report); a prompt is too long and is cut, or breaks the run hours
-later; the gold answer of a row is empty; after a restart the loader begins at prompt 0 again.
+The problem. Silent errors: the chat template's text begins with BOS and the tokenizer adds another;
+a prompt is too long and is cut; the gold answer of a row is empty; after a restart the loader
+begins at prompt 0 again.
 
 How it works. Everything is tokenized at the start, by the template once and without special tokens
 on top of it; prompts over the limit are counted and dropped, or refused, before a model is loaded.
@@ -14,11 +16,17 @@ So the state of the stream is one integer per data set: how many prompts were ta
 
 Rows that are recognised: `question` and `answer` (GSM8K; the gold number behind `####` is the
 answer), `prompt` as text or chat messages with an answer column (TRL), `prompt` with
-`reward_model.ground_truth` (verl). An empty column does not count. All other columns go to the
-reward functions by name, and answers as they are: numbers, lists, text. A conversation that ends in
-the assistant's words goes on there. Control tokens (<|im_end|>) in a user's words are text.
-
+`reward_model.ground_truth` (verl). All other columns go to the reward functions by name, and
+answers as they are. A conversation that ends in the assistant's words goes on there. Control tokens
+(<|im_end|>) in a user's words are text.
 What we give up: streaming of data sets that do not fit in memory; images.
+
+Copied: load_prompts takes a Transformers tokenizer; an order of your own prompts needs none.
+    from data import Prompt, PromptStream
+    prompts = [Prompt([token], "text", "answer", "mine") for token in range(4)]
+    stream = PromptStream([prompts], seed=1)
+    stream.take(3)
+    print(stream.state_dict()["num_taken"])  # [3]
 """
 
 from __future__ import annotations
@@ -57,6 +65,8 @@ class DataConfig:
         limit = self.max_prompt_tokens
         if limit < 1:
             raise ValueError(f"--data.max-prompt-tokens {limit}: must be at least 1; try 512")
+        if self.long_prompts not in ("drop", "refuse"):
+            raise ValueError(f"--data.long-prompts {self.long_prompts}: must be drop or refuse")
         if not all(0 < weight < 1e100 for weight in self.weights):
             shares = " ".join(map(str, self.weights))
             raise ValueError(f"--data.weights {shares}: must be above 0 and below 1e100")
@@ -112,19 +122,6 @@ def load_prompts(
             raise ValueError(f"{flag} {error}") from error
         datasets.append([replace(prompt, source=name) for prompt in prompts])
     return datasets
-
-
-def require_columns(datasets: Sequence[Sequence[Prompt]], wanted: dict[str, list[str]]) -> None:
-    """ValueError if a reward function wants a column that a data set has in no row; wanted:
-    {function: columns}."""
-    for prompts in datasets:
-        known = {"prompt", "response", "truncated", *(name for p in prompts for name in p.columns)}
-        known |= {"answer"} if any(p.answer != "" for p in prompts) else set()
-        has = f"{prompts[0].source} has {', '.join(sorted(known))}"
-        for function, names in wanted.items():
-            for name in [name for name in names if name not in known]:
-                wants = f"wants {name}, which is no column; {has}"
-                raise ValueError(f"--reward.functions {function}: {wants}")
 
 
 def read_rows(source: str, split: str) -> list[dict]:

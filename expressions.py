@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (expressions.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 r"""Expressions: whether two that are written in LaTeX have the same value.
 
 The problem. 2\sqrt{2} and \sqrt{8} are one number, 2ab and ab + ab one product. A computer algebra
@@ -20,6 +22,11 @@ What we give up. Sums, integrals and limits are no expressions here. Nor is a te
 MAX_TOKENS tokens or a number of more than MAX_BITS bits: so every text is read within milliseconds.
 
 Source. Polynomials that agree at random points are equal: Schwartz 1980.
+
+Copied:
+    from expressions import equal
+    print(equal(r"2\sqrt{2}", r"\sqrt{8}"))  # True
+    print(equal("17 + 25", "42"))  # False
 """
 
 import ast

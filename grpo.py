@@ -1,10 +1,11 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (grpo.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """GRPO: reinforcement learning of a language model from groups of its own samples.
 
     bash launch.sh grpo.py      # no arguments: a small model learns to add, on a CPU, in minutes
     bash launch.sh grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --data openai/gsm8k:main
 
 For each of P prompts the policy samples a group of G responses; each gets a reward R.
-
     advantage    A_g = (R_g - mean(R)) / std(R) over the group         advantages.group_advantages
     ratio        r_i = pi(token_i) / pi_old(token_i)                   losses.policy_loss
     surrogate    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))    losses.policy_loss
@@ -17,8 +18,7 @@ logprobs.token_logprobs gives their logarithms and the entropy H. pi_sampler is 
 computes it, in other kernels; its logarithms come with the samples (rollout.Rollout).
 
 `main` has the six phases of a step. A minibatch is what one optimizer step sees, a row several
-sequences end to end. All sizes that a user gives are over all ranks; gradients do not depend on the
-number of ranks or rows. Source: Shao 2024 (arXiv:2402.03300).
+sequences end to end. All sizes are over all ranks. Source: Shao 2024 (arXiv:2402.03300).
 
 Variants are flags; the defaults are GRPO with DAPO's divisor and clip, and no KL term:
     Paper      --loss.normalize sequence --loss.clip-high 0.2 --loss.kl-coef 0.04
@@ -258,7 +258,7 @@ def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt],
     path = hub.find_model(args.model_path, plan.longest(args))
     tokenizer = hub.load_tokenizer(path, f"--model {args.model_path}")
     datasets, eval_sets = data.load_all(args.data_paths, args.eval_paths, tokenizer, args.data)
-    data.require_columns([*datasets, *eval_sets], scorer.wanted)
+    plan.require_columns([*datasets, *eval_sets], scorer.wanted)
     has_evals = eval_sets or not args.eval_every
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)

@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (guard.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """A guard over a run: when it is saved, how it is stopped, and which minibatches it skips.
 
 The problem. Runs end early: a scheduler takes the machine back, a terminal closes, somebody presses
@@ -21,6 +23,18 @@ How it works.
 
 What we give up: a save in the middle of a step. If a step outlasts the grace period of a scheduler
 (30 s is usual), the time since the last save is lost; examples/slurm.sh asks for a longer one.
+
+Copied: it hears SIGTERM and Ctrl-C from here on, and leave_if_over ends the process.
+    from pathlib import Path
+    from types import SimpleNamespace
+    from guard import Guard
+    config = SimpleNamespace(save_minutes=10, save_every=1, max_skipped=8)
+    guard = Guard(config, Path("."), num_steps=3, decode=str)
+    for step in range(3):
+        if guard.is_save_due(step):
+            with guard.saving():
+                Path("state").write_text(str(step))
+        guard.leave_if_over(step)
 """
 
 from __future__ import annotations

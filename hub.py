@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (hub.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """A Hugging Face directory: found, checked, written.
 
 The problem. A model is a directory that others have written: on the disk or on the Hub, with a
@@ -16,6 +18,11 @@ How it works.
 
 What we give up: other formats than safetensors; uploads.
 Source: the safetensors index format of Transformers.
+
+Copied, with safetensors:
+    import torch
+    from hub import save_safetensors
+    save_safetensors([[("layer.weight", torch.ones(2, 2))]], "out")
 """
 
 from __future__ import annotations

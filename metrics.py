@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (metrics.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Measurements of a step: weighted means over all ranks, exclusive timers, throughput.
 
 The problem. A metric is wrong in more ways than a loss: a mean of per-rank means, masked tokens
@@ -20,6 +22,14 @@ tokens of the latest rollout by the time since it began, so steps that reuse rol
 What we give up: per-rank curves; a rank that is slow shows in timing_s/* only through the mean.
 Attention counts as if no layer had a window. Source: Chowdhery 2022 (PaLM, arXiv:2204.02311,
 appendix B) for MFU; verl's names.
+
+Copied:
+    from metrics import Metrics
+    meter = Metrics()
+    with meter.timer("update"):
+        meter.add("loss", 1.0, weight=3)
+        meter.add("loss", 2.0, weight=1)
+    print(meter.reduce()["loss"])  # 1.25
 """
 
 from __future__ import annotations
@@ -69,6 +79,8 @@ class Metrics:
 
         reduction: "mean" (by `weight`), "sum", "max" or "min".
         """
+        if reduction not in ("mean", "sum", "max", "min"):
+            raise ValueError(f"{name}: reduction {reduction}: must be mean, sum, max or min")
         if reduction == "mean" and weight == 0:
             return  # a row without response tokens
         if isinstance(value, Tensor):

@@ -1,16 +1,16 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (ppo.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """PPO: reinforcement learning of a language model with a critic; grpo.py's six phases.
 
     bash launch.sh ppo.py                           # a small model learns to add, on a CPU
     bash launch.sh ppo.py --reward-model built-in   # the same, rewarded by a reward model
 
 A critic says what score V to expect before each token, V' before the next. R is A + V_old.
-    reward       r = score at the last token - kl_coef (log pi_old - log ref)
-                                                                        advantages.token_rewards
+    reward       r = score at the end - kl_coef (log pi_old - log ref)  advantages.token_rewards
     advantage    A_i = sum_k (gamma lambda)^k (r + gamma V' - V)_(i+k)  advantages.gae
     surrogate    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))     losses.policy_loss
     value loss   1/2 max((V - R)^2, (clip(V, V_old -+ c) - R)^2)        losses.value_loss
     each summed over response tokens / their number in the minibatch    losses.{actor,critic}_loss
-
 Sources: Schulman 2017 (arXiv:1707.06347), Ouyang 2022 (InstructGPT, arXiv:2203.02155).
 """
 
@@ -241,7 +241,7 @@ def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Pr
     reward_path = hub.find_reward_model(args.reward_model_path, longest, path)
     critic_path = hub.find_critic(args.critic.path, longest, path) or reward_path or path
     datasets, eval_sets = data.load_all(args.data_paths, args.eval_paths, tokenizer, args.data)
-    data.require_columns(eval_sets if reward_path else [*datasets, *eval_sets], scorer.wanted)
+    plan.require_columns(eval_sets if reward_path else [*datasets, *eval_sets], scorer.wanted)
     has_evals = eval_sets or not args.eval_every
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)

@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (report.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Where the record of a step goes: console line, metrics.jsonl, wandb, alarms and curves; and a few
 responses in samples.jsonl.
 
@@ -67,6 +69,12 @@ that nothing could be measured, or NaN.
                                   perf/max_memory_gb/PHASE: in each phase
     perf/cached_memory_gb         GPU memory that torch holds and no tensor uses at the end, GiB
     perf/host_memory_gb           resident host memory of a rank at the end, largest, GiB
+
+Copied:
+    from report import LogConfig, Report
+    report = Report("out", LogConfig(), num_steps=2)
+    for step in range(2):
+        report.write(step, {"loss": 1.0 / (step + 1)})
 """
 
 from __future__ import annotations

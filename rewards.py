@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (rewards.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Rewards: foreign functions turn each response into one number, in worker processes with limits.
 
 The problem. A reward function is foreign code, run on text of a policy that finds its weak spots: a
@@ -13,15 +15,20 @@ hang) is an error: it counts as error_reward and in error_frac, the first of eac
 printed, and collect raises when more than max_error_frac of a function's samples fail.
 
 Functions, by spec. (Reward models are no spec: they run on the trainer's ranks.)
-    math, exact       math_reward and exact_rewards of the file answers.py beside this one
-    reasoning_gym     gym_reward of that file
+    math, exact, reasoning_gym    of the files answers.py and worker.py beside this one
     path.py:function  yours, sync or async. Its parameters are named after columns: prompt,
                       response, answer, truncated, any of the data. A function with a parameter
                       responses or completions gets lists, of the whole batch, and returns a list.
     http://host/path  the sample is posted as JSON, the reply is {"reward": number}; 3 attempts
-
 What we give up. There is no sandbox against malice, and a process that leaves its worker's group
-lives on. Memory is limited for each process, not for all of them together.
+lives on. Memory is limited for each process.
+
+Copied, with worker.py; "math" also with answers.py and expressions.py. A Scorer that is kept starts
+its workers once.
+    from rewards import score
+    def near(response, answer):
+        return -abs(float(response) - float(answer))
+    print(score(near, [{"response": "3.5", "answer": "4"}])[0])  # [-0.5]
 """
 
 import contextlib
@@ -118,7 +125,7 @@ class Scorer:
         self._threads = ThreadPoolExecutor(config.num_workers)
         for name in config.functions:
             if name.startswith(("http://", "https://")):
-                _probe(name, config.time_limit_s)
+                _load_worker().probe(name, config.time_limit_s)
         try:
             described = list(self._threads.map(self._start, range(config.num_workers)))
         except ValueError:
@@ -232,12 +239,8 @@ class Scorer:
             scores = [config.error_reward if score is None else score for score, _ in outcomes]
             rewards = [total + weight * score for total, score in zip(rewards, scores, strict=True)]
             stats[f"{_short(name)}_mean"] = sum(scores) / max(num_samples, 1)
-        sums = [
-            (reward, "")
-            if _fits(reward)
-            else (None, f"{reward} is not finite, or above 1e18 in size")
-            for reward in rewards
-        ]
+        why = "is not finite, or above 1e18 in size"
+        sums = [(x, "") if _fits(x) else (None, f"{x} {why}") for x in rewards]
         num_errors += self._report("(weighted sum)", sums, num_samples)
         rewards = [config.error_reward if total is None else total for total, _ in sums]
         num_calls = max(num_samples, 1) * len(config.functions)
@@ -286,16 +289,27 @@ class Scorer:
 def score(functions: Any, samples: list[dict], *, time_limit_s=5.0, num_workers=4) -> Scores:
     """(rewards, stats) of `samples` by one function or a list of them, specs or callables.
 
-    Errors are counted, not raised.
+    Errors are counted, not raised; ValueError if no sample has a column that a function wants.
     """
     functions = functions if isinstance(functions, (list, tuple)) else [functions]
-    names = tuple(f if isinstance(f, str) else f.__name__ for f in functions)
-    callables = {f.__name__: f for f in functions if not isinstance(f, str)}
+    names = tuple(map(_name, functions))
+    callables = {_name(f): f for f in functions if not isinstance(f, str)}
     config = RewardConfig(names, (), num_workers, time_limit_s, max_error_frac=1.0)
     with contextlib.closing(Scorer(config, callables)) as scorer:
+        known = set().union(*samples)
+        for name, wanted in scorer.wanted.items():
+            if samples and (missing := sorted(set(wanted) - known)):
+                raise ValueError(f"{name} wants {missing}, and samples have {sorted(known)}")
         for index, sample in enumerate(samples):
             scorer.submit(index, sample)
         return scorer.collect(len(samples))
+
+
+def _name(function: Any) -> str:
+    """A spec is its own name; a partial or an object goes by its type's."""
+    if isinstance(function, str):
+        return function
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _pickled(sample: dict) -> tuple[bytes, str]:
@@ -312,20 +326,6 @@ def _short(name: str) -> str:
 
 def _fits(number: float) -> bool:
     return abs(number) <= MAX_REWARD
-
-
-def _probe(url: str, time_limit_s: float) -> None:
-    """ValueError if nothing answers at the address; any HTTP status is an answer."""
-    from http.client import HTTPException
-    from urllib.error import HTTPError
-    from urllib.request import urlopen
-
-    try:
-        urlopen(url, timeout=time_limit_s).close()
-    except HTTPError as status:
-        status.close()
-    except (OSError, HTTPException, ValueError) as error:
-        raise ValueError(f"--reward.functions {url}: does not answer ({error})") from None
 
 
 class _Worker:
@@ -353,7 +353,7 @@ class _Worker:
             # No GPU: a context for each worker would take 0.5 GB.
             pipe = theirs.fileno()
             process = subprocess.Popen(
-                [sys.executable, WORKER, str(pipe)],
+                [sys.executable, "-P", WORKER, str(pipe)],  # -P: a logging.py may lie beside it
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=2,

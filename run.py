@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (run.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """A run begins and ends: process group, command line, directory, errors.
 
 The problem. Much of what goes wrong before the first step is the user's to mend, and that starts
@@ -16,8 +18,12 @@ How it works.
    earlier run of that name is kept under a number, unless it is resumed.
 4. An uncaught exception ends its rank at once, without the clean-up that waits for collectives
    which nobody joins any more. torchrun then ends the others.
-
 Source: tyro for the command line; torchrun's environment variables for the process group.
+
+Copied:
+    from run import init_distributed
+    mesh = init_distributed(seed=0, timeout_s=600)
+    print(mesh.mesh_dim_names)  # ('shard',)
 """
 
 from __future__ import annotations
@@ -155,6 +161,8 @@ class RunConfig:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             who = (self.directory / "lock").read_text().strip() or "?"
+            if who == f"{os.getpid()} on {os.uname().nodename}":
+                who += ", this one,"
             at_work = f"process {who} is at work there; end it or give another one"
             raise ValueError(f"--name {self.name}: {at_work}") from error
         except OSError as error:  # Lustre without -o flock, NFS without lockd
@@ -172,8 +180,7 @@ def _to_json(settings: Any) -> dict[str, Any]:
 
 # Settings that a saved state depends on. A resumed run may change all others; it prints changes.
 FIXED_ON_RESUME = ("--seed", "--model", "--reward-model", "--critic.path", "--model.master-dtype")
-FIXED_ON_RESUME += ("--data", "--data.weights", "--data.split", "--rollout-every")
-FIXED_ON_RESUME += ("--refresh-every",)  # with it the reference is saved
+FIXED_ON_RESUME += ("--data", "--data.weights", "--data.split", "--rollout-every", "--refresh-every")
 
 
 def saved_steps(directory: Path) -> list[int]:
@@ -229,8 +236,7 @@ def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
 def _end_with_parent() -> None:
     """Have Linux end this rank when torchrun is killed, or it would train on and hold its GPU."""
     with contextlib.suppress(AttributeError):  # another system
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _exit_now(kind, value, trace) -> None:
@@ -269,13 +275,8 @@ def command_line(default: Any, built_in: Mapping[str, Any], description: str) ->
             default = from_json(default, built_in)
         printed = io.StringIO()
         with contextlib.redirect_stderr(printed):
-            settings = tyro.cli(
-                type(default),
-                args=argv,
-                default=default,
-                description=description,
-                console_outputs=is_first,
-            )
+            options = dict(default=default, description=description, console_outputs=is_first)
+            settings = tyro.cli(type(default), args=argv, **options)
         for flag, value in _flat(asdict(settings)).items():
             values = value if isinstance(value, tuple) else (value,)
             require(all(x == x for x in values), flag, value, "a number")  # NaN passes a "<"

@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (vllm_backend.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """vLLM inside the training processes: the fast backend of rollout.Engine.
 
 The problem. vLLM is a server that owns its GPU, its weights and its processes. Here it must live in
@@ -24,6 +26,19 @@ keep bf16. On SmolLM2 the log-probabilities of sampler and trainer then differ b
 
 What we give up: vLLM's server, its tokenizer, speculative decoding, LoRA kernels.
 Source: Kwon 2023 (PagedAttention, arXiv:2309.06180). vLLM 0.26 to 0.32.
+
+Copied, with rollout.py, vllm and transformers. For all engines of the process it sets
+VLLM_ENABLE_V1_MULTIPROCESSING=0 and changes the norms in bf16. Make your process group before.
+    from rollout import Engine, RolloutConfig
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from vllm_backend import VllmBackend
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=64, n_layer=2, n_head=2))
+    model.save_pretrained("tiny")
+    config = RolloutConfig(max_response_tokens=4)
+    engine = Engine(VllmBackend, "tiny", config, max_prompt_tokens=8, num_samples=2, stop_ids=[1])
+    with engine.awake():
+        engine.load_weights([list(model.named_parameters())])
+        print(engine.generate([[5, 6, 7]], num_samples=2))
 """
 
 from __future__ import annotations
@@ -32,6 +47,7 @@ import contextlib
 import copy
 import logging
 import os
+import socket
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -39,6 +55,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 # What vLLM raises where it has no kernel, no room or no rule for a model.
@@ -79,6 +96,7 @@ class VllmBackend:
         self.on_gpu = torch.cuda.is_available()
         self.sleeps = self.on_gpu and config.sleep_level > 0
         self.fp32_residual = dtype == torch.bfloat16 and config.quantization == "none"
+        _name_rank()
         # In this process, and set before the import.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -200,7 +218,10 @@ class VllmBackend:
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
     def sleep(self) -> None:
-        """Memory goes back to the trainer."""
+        """Memory goes back to the trainer; requests that an exception left running are dropped."""
+        if self.inner_ids:
+            self.llm.llm_engine.abort_request([str(index) for index in self.inner_ids])
+            self.inner_ids.clear()
         if self.sleeps:
             self.llm.sleep(level=self.config.sleep_level)
 
@@ -282,6 +303,22 @@ class VllmBackend:
             skip_clone=True,  # vLLM need not copy each request's deeply: nobody changes them
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+
+
+def _name_rank() -> None:
+    """What vLLM reads of torchrun's variables, for a process that was started without it."""
+    if os.environ.keys() >= {"RANK", "LOCAL_RANK"}:
+        return
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        rule = "set them as torchrun does, before the engine is made"
+        raise ValueError(f"vLLM reads RANK and LOCAL_RANK of the environment: {rule}")
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
+    if not dist.is_initialized():  # vLLM makes the process group
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        os.environ.setdefault("MASTER_ADDR", "localhost")
+        os.environ.setdefault("MASTER_PORT", str(port))
 
 
 def _reason(error: BaseException) -> str:

@@ -16,10 +16,10 @@ from data import (
     load_all,
     load_prompts,
     read_rows,
-    require_columns,
     sampling_seed,
     to_prompts,
 )
+from plan import require_columns
 
 TEMPLATE = (
     "{{ bos_token }}"

@@ -5,6 +5,7 @@ vLLM runs for real, on CPU, in ranks that stay alive for this file (see lab.py):
 with an engine each, two ranks that share one.
 """
 
+import contextlib
 import math
 import os
 import time
@@ -100,6 +101,36 @@ def test_so_do_two_engines_on_two_ranks(two_engines):
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 def test_so_does_one_engine_over_two_ranks(shared_engine, kind):
     assert_only_a_sync_closes_the_gap(shared_engine(gaps_over_updates, kind))
+
+
+def test_after_an_interruption_in_the_middle_vllm_samples_as_before(one_rank):
+    """A cell of a notebook that is stopped: the requests that ran are dropped."""
+
+    def job(kept):
+        backend = kept.engines["qwen2"].backend
+        inner = backend.llm.llm_engine
+        step = inner.step
+        found = [kept.sample(temperature=0)]
+        running = []
+        for num_steps in (1, 4):
+            left = iter(range(num_steps))
+
+            def interrupted(left=left):
+                if next(left, None) is None:
+                    raise KeyboardInterrupt
+                return step()
+
+            inner.step = interrupted
+            with contextlib.suppress(KeyboardInterrupt):
+                kept.sample(seed=1)
+            inner.step = step
+            running.append(len(backend.inner_ids))
+            found.append(kept.sample(temperature=0))
+        return [facts(each) for each in found], running
+
+    [(found, running)] = one_rank(job)
+    assert all(running)
+    assert found[0] == found[1] == found[2]
 
 
 def test_so_does_the_plain_engine(hf_rank):
