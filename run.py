@@ -12,8 +12,7 @@ How it works.
        no --model        the built-in job's settings
        otherwise         the dataclass's own
    Flags go over them. A file's settings are checked as flags are: names, types, choices, ranges.
-2. `one_line_errors` is the block in which bad input may show up. What is raised there for the user
-   (ValueError, OSError) ends the job in one line, whichever rank meets it.
+2. Inside `one_line_errors` a ValueError or OSError ends the job in a line, whoever meets it.
 3. `RunConfig.open` makes the run's directory and locks it for as long as the process lives. An
    earlier run of that name is kept under a number, unless it is resumed.
 4. An uncaught exception ends its rank at once, without the clean-up that waits for collectives
@@ -180,7 +179,8 @@ def _to_json(settings: Any) -> dict[str, Any]:
 
 # Settings that a saved state depends on. A resumed run may change all others; it prints changes.
 FIXED_ON_RESUME = ("--seed", "--model", "--reward-model", "--critic.path", "--model.master-dtype")
-FIXED_ON_RESUME += ("--data", "--data.weights", "--data.split", "--rollout-every", "--refresh-every")
+FIXED_ON_RESUME += ("--data", "--data.weights", "--data.split")
+FIXED_ON_RESUME += ("--rollout-every", "--refresh-every")
 
 
 def saved_steps(directory: Path) -> list[int]:
