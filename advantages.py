@@ -1,4 +1,6 @@
-"""Group advantages, GAE, and a cache that cannot return yesterday's advantages.
+# SPDX-FileCopyrightText: 2026 handful contributors (advantages.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
+"""Group advantages, GAE, and a cache that cannot return another batch's advantages.
 
 The problem. A reward says how good a response is; the gradient needs how much better it is than
 expected. GRPO compares each response with its group, the G samples of one prompt; no critic is
@@ -19,14 +21,18 @@ GAE runs backwards over the response tokens of each sequence in a packed row; ma
 two response tokens (a tool's output) are no transitions and are skipped. The value after the last
 response token is 0.
     delta_t = r_t + gamma V_{t+1} - V_t   A_t = delta_t + gamma lam A_{t+1}   return_t = A_t + V_t
-    rewards 0 0 1, values 0, gamma 1, lam .5   ->   A = .25 .5 1
 
-Shapes: P prompts, G samples per prompt, N tokens in a row, S sequences in a row.
-What we give up: GAE is a host loop over the longest response, vectorised over sequences (512
-responses of 1,024 tokens: some 50 ms on one CPU core); a scan kernel would be faster.
-Sources: Shao 2024 (GRPO, arXiv:2402.03300), Liu 2025 (Dr. GRPO, arXiv:2503.20783), Ahmadian 2024
-(RLOO, arXiv:2402.14740), Schulman 2016 (GAE, arXiv:1506.02438, eq. 16), Yu 2025 (DAPO,
-arXiv:2503.14476).
+Shapes: N tokens in a row, S sequences in a row. What we give up: GAE is a host loop over the
+longest response (512 of 1,024 tokens: some 50 ms on one CPU core); a scan kernel would be faster.
+Sources (arXiv): Shao 2024 (GRPO, 2402.03300), Liu 2025 (Dr. GRPO, 2503.20783), Ahmadian 2024
+(RLOO, 2402.14740), Schulman 2016 (GAE, 1506.02438, eq. 16), Yu 2025 (DAPO, 2503.14476).
+
+Copied: a group is a line of [P, G]; a padded batch [B, T] is a row when it is flattened.
+    import torch
+    from advantages import gae, group_advantages
+    print(group_advantages(torch.tensor([[0, 0, 0, 1]]), scale_by_std=False).tolist())
+    row = torch.tensor([0.0, 0.0, 1.0]), torch.zeros(3), torch.ones(3).bool(), torch.tensor([0, 3])
+    print(gae(*row, gamma=1.0, lam=0.5)[0].tolist())  # [0.25, 0.5, 1.0]
 """
 
 from __future__ import annotations
@@ -36,14 +42,13 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-T = TypeVar("T")
 Baseline = Literal["group", "leave_one_out", "batch"]
 MAX_REWARD = 1e18  # sums and squares are far from where fp32 ends
 
@@ -57,8 +62,8 @@ class AdvantageConfig:
     """Divide by the standard deviation of the group (of the batch with baseline batch); off: Dr.
     GRPO."""
     overlong_buffer: int = 0
-    """A response loses reward for each token that it has among the last this many before the limit;
-    0: off."""
+    """Number of tokens before the length limit that each cost a response reward (DAPO's soft
+    penalty); 0: off."""
     overlong_weight: float = 1.0
     """Reward lost by a response that reaches the limit."""
     mask_truncated: bool = False
@@ -130,8 +135,7 @@ def group_advantages(
         raise ValueError(f"rewards {list(rewards.shape)}: must be [P, G], a line for each group")
     group_size = rewards.shape[1]
     if group_size < 2 and baseline != "batch":
-        rule = "a group baseline needs at least 2 samples per prompt; try 8"
-        raise ValueError(f"group size {group_size}: {rule}")
+        raise ValueError(f"group size {group_size}: a group baseline needs at least 2 samples")
     too_large = rewards[~(rewards.double().abs() <= MAX_REWARD)]
     if len(too_large):
         raise ValueError(f"rewards {too_large.tolist()}: must be finite, at most 1e18 in size")
@@ -153,7 +157,7 @@ def _shifted(rewards: Tensor) -> Tensor:
     """Rewards [P, G] less the first of their group, fp32; exactly 0 where they are equal.
 
     Not less the mean: a mean of equal floats need not be that float. In double, as 1e8 and 1e8 + 1
-    are one number in fp32. What weighted sums round differently (0.1 + 0.2 and 0.3) is equal.
+    are one number in fp32. Rewards that differ by rounding alone (0.1 + 0.2 and 0.3) are equal.
     """
     exact = rewards.double()
     shifted = exact - exact[:, :1]
@@ -172,24 +176,21 @@ def _global_mean_std(
     """Mean and standard deviation (ddof 1) of x over mask and over the ranks of `group`; (0, 0) for
     nothing. Collective."""
     # Two passes: E[x^2] - E[x]^2 loses all digits when the mean is large against the spread.
-    x = x if x.is_floating_point() else x.float()  # a mean of integers is none
+    x = x if x.is_floating_point() else x.float()  # an integer type holds no mean
     sum_and_count = torch.stack([torch.where(mask, x, 0.0).double().sum(), mask.sum().double()])
-    total, count = _sum_over_ranks(sum_and_count, group)
+    if dist.is_initialized():
+        dist.all_reduce(sum_and_count, group=group)
+    total, count = sum_and_count
     mean = total / count.clamp(min=1)
     squares = torch.where(mask, (x.double() - mean) ** 2, 0.0).sum()
-    variance = _sum_over_ranks(squares, group) / (count - 1).clamp(min=1)
+    if dist.is_initialized():
+        dist.all_reduce(squares, group=group)
+    variance = squares / (count - 1).clamp(min=1)
     return mean.to(x.dtype), variance.sqrt().to(x.dtype)
 
 
-def _sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    total = x.clone()
-    if dist.is_initialized():
-        dist.all_reduce(total, group=group)
-    return total
-
-
 def whiten(x: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """(x - mean) / (std + 1e-8) over the masked entries of all ranks, 0 elsewhere: [N], [N] bool ->
+    """(x - mean) / (std + 1e-8) where mask is True, over all ranks, 0 elsewhere: [N], [N] bool ->
     [N]. Collective."""
     mean, std = _global_mean_std(x, mask, group)
     differ = mask & (std > 1e-6 * mean.abs())  # else rounding alone would be scaled up to 1
@@ -338,7 +339,7 @@ def _with_fields(rows: Sequence[Sequence], fields: dict[str, Tensor]) -> list[li
 def explained_variance(
     values: Tensor, returns: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None
 ) -> float:
-    """1 - Var(returns - values) / Var(returns) over the masked entries of all ranks: [N], [N], [N]
+    """1 - Var(returns - values) / Var(returns) where mask is True, over all ranks: [N], [N], [N]
     bool. Collective. 1: the values are the returns up to a constant; 0: no better than a constant;
     nan: all returns are equal."""
     _, left = _global_mean_std(returns - values, mask, group)
@@ -380,18 +381,17 @@ def overlong_penalty(lengths: Tensor, limit: int, *, buffer: int, weight: float)
     return -weight * (lengths - (limit - buffer)).clamp(min=0) / buffer
 
 
-class AdvantageCache(Generic[T]):
+class AdvantageCache:
     """The advantages of one batch of rollouts, computed once for all epochs and minibatches.
 
-    It holds one entry, for loops of your own: a new key evicts the old one, so no batch is ever
-    trained with the advantages of another, however often the loop asks.
+    It holds one entry, for loops of your own: no batch is trained with the advantages of another.
     """
 
     def __init__(self):
         self._key: Hashable = None
-        self._value: T | None = None
+        self._value: Any = None
 
-    def get(self, key: Hashable, compute: Callable[[], T]) -> T:
+    def get(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """compute() for a key not seen last time, else what it returned then. None is no key."""
         assert key is not None, "the cache needs the id of the rollout as its key"
         if key != self._key:

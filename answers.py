@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (answers.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 r"""Answers: is this answer the same as that one?
 
 The problem. A policy is to be paid for a right answer in any spelling: 1/2, \frac{1}{2}, 0.5 and
@@ -15,11 +17,14 @@ How it works.
    side lacks contradicts nothing; another name or another unit does.
 4. Compare the leaves: words regardless of case, numbers and formulas by value (expressions.py,
    which must lie beside this file).
-
 What we give up. Units are not converted. An answer far longer than the gold one is wrong at once,
 and so is one with more than MAX_PAIRS pairs to compare: any text is judged in less than 0.2 s.
-
 Sources: GSM8K (Cobbe et al. 2021), MATH (Hendrycks et al. 2021).
+
+Copied, with expressions.py:
+    from answers import math_reward
+    print(math_reward(r"so it is \boxed{\frac{1}{2}}", "0.5"))  # 1.0
+    print(math_reward("41 or 42", "42"))  # 0.0
 """
 
 import functools
@@ -43,22 +48,10 @@ class _TooLongError(Exception):
 def exact_rewards(responses: list[str], answers: list[str]) -> list[float]:
     """1.0 where a response is its answer, but for white space around them, else 0.0.
 
-    Of a whole batch at once: a call for each sample would cost more than it does.
+    It takes a whole batch: a call for each sample would cost more than the comparison.
     """
     pairs = zip(responses, answers, strict=True)
     return [1.0 if str(mine).strip() == str(gold).strip() else 0.0 for mine, gold in pairs]
-
-
-def gym_reward(response: str, entry: dict) -> float:
-    """The reward by the verifier of the reasoning_gym data set that made the sample's entry."""
-    import reasoning_gym
-
-    verifier = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
-    text = response.rsplit("<answer>", 1)[-1].split("</answer>")[0].strip()
-    return verifier(text, entry)
-
-
-gym_reward.packages = ("reasoning_gym",)  # imported when the worker starts
 
 
 def math_reward(response: str, answer: str) -> float:
@@ -66,12 +59,15 @@ def math_reward(response: str, answer: str) -> float:
 
     `answer` may be a whole solution, with #### or a box, or a list of answers of which any will do.
     """
+    if answer is None or not isinstance(response, str):
+        rule = "needs an answer, and the response as text; of chat messages give the last content"
+        raise ValueError(f"response {response!r:.80}, answer {answer!r:.80}: math {rule}")
     if isinstance(answer, (list, tuple, set)):
         return max((math_reward(response, each) for each in answer), default=0.0)
     gold = str(answer)
     if re.search(r"####|\\boxed|\\fbox", gold):
         gold = extract_answer(gold)
-    given = extract_answer(str(response))
+    given = extract_answer(response)
     if given.split() == gold.split():
         return 1.0 if given.strip() else 0.0
     if len(given) > 4 * len(gold) + 100 or max(len(given), len(gold)) > MAX_CHARS:
@@ -102,7 +98,7 @@ def extract_answer(response: str) -> str:
 
 
 def _boxed(text: str) -> str:
-    """2 of "\\boxed{2} ..."; of "\\boxed 2 ..." too, where TeX takes one token."""
+    """The box's content: 2 of "\\boxed{2} ...", and of "\\boxed 2", where TeX takes one token."""
     opening = re.match(r"\\f?box(?:ed)?\s*", text).end()
     if text[opening : opening + 1] != "{":
         token = re.match(r"\\[a-zA-Z]+|\w(?!\w)", text[opening:])

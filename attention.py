@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (attention.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Attention over packed rows: a token sees its own sequence's past and nothing else.
 
 The problem. Sequences packed into one row must not see each other. Restarting position ids alone
@@ -27,6 +29,16 @@ Shapes: N tokens in a row, S sequences, H query heads, K key/value heads, D head
 [1, heads, N, D]. What we give up: attention sinks, soft-caps of attention scores, chunked and
 bidirectional attention, dropout (all refused); context parallelism. Source: FlashAttention-2 varlen
 (Dao 2023, arXiv:2307.08691), as torch.nn.attention.varlen.
+
+Copied, with transformers. Back to padded batches: model.set_attn_implementation("sdpa").
+    import torch
+    from attention import use_packed_attention
+    from transformers import GPT2Config, GPT2Model
+    model = GPT2Model(GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2)).eval()
+    use_packed_attention(model)
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    edges = {"cu_seq_lens_q": torch.tensor([0, 3, 5]), "max_length_q": 3}
+    model(torch.tensor([[7, 8, 9, 4, 5]]), position_ids=positions, use_cache=False, **edges)
 """
 
 from __future__ import annotations
@@ -170,9 +182,8 @@ def _varlen_attention(query, key, value, scaling, window, cu_seqlens, max_seqlen
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
     gqa = {}
     if q.shape[1] != k.shape[1]:
-        if (
-            "enable_gqa" in inspect.signature(varlen_attn).parameters
-        ):  # torch 2.13; 2.11 wants the heads repeated
+        # Of torch 2.13; 2.11 wants the heads repeated.
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             gqa = {"enable_gqa": True}
         else:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))

@@ -1,11 +1,12 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (comms.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """INT8 gradients on the wire: quantized by block, summed over ranks, plugged into FSDP2.
 
 The problem. Each step sums every gradient over all ranks: of 7 B parameters in fp32 28 GB leave and
 enter a host, 2.2 s at 100 Gbit/s. What travels can be coarse, sums not: in int8 100 + 100 = -56.
 
 How it works. Values are cut into blocks of 256, each with its own scale, the largest magnitude over
-127, so that small values do not drown. The error is at most scale / 2 = absmax / 254. With blocks
-of 4:
+127. The error is at most scale / 2 = absmax / 254. With blocks of 4:
     x       0.50  -1.00   0.10   0.00 |  2e-6    1e-6   0   -3e-6     fp32, 4 bytes a value
     scale   1/127                     |  3e-6/127                     fp32, 4 bytes a block
     code      64   -127     13      0 |    85      42   0    -127     int8, 1 byte a value
@@ -13,20 +14,25 @@ of 4:
 
 A reduce-scatter quantizes its input [W, n], sends each rank its chunk of scales and codes in one
 all-to-all, and sums the W dequantized chunks in fp32 [n]. An all-reduce quantizes these sums once
-more and all-gathers them: every rank decodes the same bytes and ends with the same bits. A message
-is the scales, then the codes of one chunk, each padded to 16 bytes: 1 + 4/256 bytes a value, 0.508
-of bf16, 0.254 of fp32. NaN or Inf leave no finite value in their block, so the gradient norm shows
-them; blocks below 1.5e-36, whose scale would not be a normal float, become 0.
-
+more and all-gathers them: all ranks end with the same bits. A message is the scales, then the codes
+of one chunk, each padded to 16 bytes: 1 + 4/256 bytes a value, 0.508 of bf16, 0.254 of fp32. NaN or
+Inf leave no finite value in their block, so the gradient norm shows them.
 `quantize_gradients(model)` replaces FSDP2's reduce-scatter and, on a 2-D mesh (HSDP), its
-all-reduce over the replicas; the training scripts have one axis. Nearest rounding has the smaller
-error in one step, stochastic none on average. Error feedback adds what the reduction before lost.
-All this pays over links between hosts that the step waits for, not inside a host with NVLink: there
-the plain reduction hides behind the backward pass (times: benchmarks/comms.py collectives).
-
+all-reduce over the replicas. Nearest rounding has the smaller error in one step, stochastic none on
+average. Error feedback adds what the reduction before lost. All this pays over links between hosts
+that the step waits for; inside a host with NVLink the plain reduction hides behind the backward.
 Shapes: n values in a chunk, W ranks, R rows (chunks) of a buffer, B = ceil(n / block_size) blocks
 in a chunk, M bytes in a message. What we give up: ZeRO++ sums inside a host first and sends INT4
-between hosts. Sources: ZeRO++ (arXiv 2306.10209, 3.3); error feedback: 1-bit Adam (2102.02888).
+between hosts. Sources: ZeRO++ (arXiv 2306.10209, 3.3); 1-bit Adam (2102.02888).
+
+Copied:
+    import torch.distributed as dist
+    from comms import quantize_gradients
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    model = fully_shard(nn.Linear(8, 8))
+    quantize_gradients(model)
 """
 
 import fnmatch
@@ -235,8 +241,7 @@ def quantized_all_reduce(
     """x = sum of x over the ranks, in place, the same bits on all; quantized twice, added in fp32.
 
     x: contiguous, any floating dtype and size. residual: error feedback, fp32 [numel], zeros before
-    the first call; it is added to x, and then holds what this call lost. A rank sends
-    2 * (W - 1) * M bytes with n = ceil(numel / W).
+    the first call; it is added to x, and then holds what this call lost.
     """
     _check_options(block_size, rounding)
     _require(x.is_contiguous(), "x: must be contiguous, since it is summed in place")
@@ -287,8 +292,7 @@ def quantize_gradients(
 
     model: after fully_shard on a 1-D or 2-D mesh. exclude: patterns of parameter names ("*norm*",
     "*embed*") that FSDP2 goes on reducing in its own dtype. error_feedback: on the replicate axis;
-    keeps an fp32 shard on each rank. Works whether FSDP2 averages or sums. If you set a gradient
-    divide factor, also call set_force_sum_reduction_for_comms(True).
+    keeps an fp32 shard on each rank. Works whether FSDP2 averages or sums.
     """
     _check_options(block_size, rounding)
     names = {name: id(parameter) for name, parameter in model.named_parameters()}
@@ -394,7 +398,3 @@ def _by_columns(output: Tensor, input: Tensor, columns: Columns, reduce: Callabl
         reduce(reduced, torch.cat([inputs[i] for i in chosen], dim=1).flatten(), kind)
         for i, values in zip(chosen, reduced.split([sizes[i] for i in chosen]), strict=True):
             outputs[i].copy_(values)
-
-
-if __name__ == "__main__":
-    raise SystemExit("comms.py: the self-test is now: python benchmarks/comms.py collectives")

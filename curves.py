@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (curves.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Curves: the picture of a run, from its metrics.jsonl.
 
     python curves.py runs/grpo/metrics.jsonl curves.png
@@ -9,6 +11,12 @@ reward that pays for it.
 
 What we give up: several runs in one picture. Any other tool can read metrics.jsonl, one JSON object
 a step. Source: matplotlib; without it nothing is drawn.
+
+Copied, with matplotlib:
+    from pathlib import Path
+    from curves import plot
+    Path("metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}')
+    plot(Path("metrics.jsonl"), Path("curves.png"))
 """
 
 from __future__ import annotations

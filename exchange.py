@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (exchange.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Sequences between the ranks of a host through shared memory, without pickling.
 
 The problem. After scoring, sequences move: the balanced layout gives rank 3 a sequence that rank 0
@@ -41,6 +43,12 @@ millisecond, so tiny loads gain little; a forked child does not count as a holde
 tensors; Linux only. Production systems (Ray's Plasma store, vLLM's shared-memory broadcast) keep
 named arenas with an allocator, a server or a resource tracker, and code that cleans up after
 crashes.
+
+Copied: one process gets what it gave; under torchrun destination[i] is any rank.
+    import torch
+    from exchange import exchange
+    mine = [{"tokens": torch.tensor([5, 6, 7])}, {"tokens": torch.tensor([8])}]
+    print([len(each["tokens"]) for each in exchange(mine, destination=[0, 0])])  # [3, 1]
 """
 
 import contextlib

@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (expressions.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 r"""Expressions: whether two that are written in LaTeX have the same value.
 
 The problem. 2\sqrt{2} and \sqrt{8} are one number, 2ab and ab + ab one product. A computer algebra
@@ -12,14 +14,19 @@ Integers, fractions and decimals are computed exactly, as fractions. What is irr
 float, and two floats are the same if they differ by less than 1e-10 of the larger. Only a decimal
 may round an irrational number: to 1e-6 of it.
 
-To name a number is to write it down: if the gold answer is a number, 17 \times 23, 10! and 40 + 2
-are not read as one. A sign, a fraction, roots, powers and pi may stand in it, and whatever sorts of
-operations the gold answer itself has.
+If the gold answer is a number, a response must write the number down: 17 \times 23, 10! and 40 + 2
+are refused. It may have a sign, a fraction, roots, powers and pi, and any sort of operation that
+the gold answer has.
 
 What we give up. Sums, integrals and limits are no expressions here. Nor is a text of more than
 MAX_TOKENS tokens or a number of more than MAX_BITS bits: so every text is read within milliseconds.
 
 Source. Polynomials that agree at random points are equal: Schwartz 1980.
+
+Copied:
+    from expressions import equal
+    print(equal(r"2\sqrt{2}", r"\sqrt{8}"))  # True
+    print(equal("17 + 25", "42"))  # False
 """
 
 import ast
@@ -181,7 +188,7 @@ def read(text: str, point: int = 0) -> Reading:
 
 
 def _translate(tokens: list[str], kinds: Counter, closing: str = "", *, stops=frozenset()) -> str:
-    """Python for the tokens, which stand last first, up to the closing bracket or a stop."""
+    """Python for the tokens, the last of which is the next, up to the closing bracket or a stop."""
     python: list[str] = []
     while tokens and tokens[-1] != closing and tokens[-1] not in stops:
         token = tokens.pop()
@@ -257,7 +264,7 @@ def _atom(token: str, tokens: list[str], kinds: Counter) -> str:
 
 
 def _argument(tokens: list[str], kinds: Counter) -> str:
-    """Of \\frac12 or \\frac{1}{2}: {...}, or one digit, letter or command."""
+    """An argument, as in \\frac12 or \\frac{1}{2}: {...}, or one digit, letter or command."""
     token = tokens.pop()
     if token.isdigit() and len(token) > 1:
         tokens.append(token[1:])

@@ -1,10 +1,11 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (grpo.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """GRPO: reinforcement learning of a language model from groups of its own samples.
 
     bash launch.sh grpo.py      # no arguments: a small model learns to add, on a CPU, in minutes
     bash launch.sh grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --data openai/gsm8k:main
 
 For each of P prompts the policy samples a group of G responses; each gets a reward R.
-
     advantage    A_g = (R_g - mean(R)) / std(R) over the group         advantages.group_advantages
     ratio        r_i = pi(token_i) / pi_old(token_i)                   losses.policy_loss
     surrogate    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))    losses.policy_loss
@@ -12,13 +13,12 @@ For each of P prompts the policy samples a group of G responses; each gets a rew
                  / number of response tokens in the minibatch          losses.actor_loss
     w            min(pi_old / pi_sampler, cap)                         losses.sampler_correction
 
-pi is the policy as it is trained, pi_old the policy before this step's update, pi_ref the policy
-before the run. pi_sampler is pi_old as the engine computes it: other kernels, other rounding. The
-logarithms of all four at the sampled tokens are logprobs.token_logprobs. H is the entropy.
+pi is the policy as it is trained, pi_old before this step's update, pi_ref before the run:
+logprobs.token_logprobs gives their logarithms and the entropy H. pi_sampler is pi_old as the engine
+computes it, in other kernels; its logarithms come with the samples (rollout.Rollout).
 
 `main` has the six phases of a step. A minibatch is what one optimizer step sees, a row several
-sequences end to end. All sizes that a user gives are over all ranks; gradients do not depend on the
-number of ranks or rows. Source: Shao 2024 (arXiv:2402.03300).
+sequences end to end. All sizes are over all ranks. Source: Shao 2024 (arXiv:2402.03300).
 
 Variants are flags; the defaults are GRPO with DAPO's divisor and clip, and no KL term:
     Paper      --loss.normalize sequence --loss.clip-high 0.2 --loss.kl-coef 0.04
@@ -100,7 +100,7 @@ class Args:
     learning_rate: float = 1e-6
     """Peak learning rate."""
     seed: int = 0
-    """Of the data order, of sampling, and of the built-in model."""
+    """Seed of the data order, of sampling, and of the built-in model."""
     resample_tries: int = 1
     """Rounds of sampling to fill a step with groups that have spread (dynamic sampling); 1: take
     all groups."""
@@ -117,7 +117,7 @@ class Args:
     offload: bool = False
     """Models and optimizer states that a phase does not use wait in pinned host memory."""
     timeout_s: float = 3600.0
-    """Longest that a rank waits for the others; above the longest rollout or reward."""
+    """Seconds that a rank waits for the others; must exceed the longest rollout and reward."""
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(
         default_factory=lambda: RunConfig(name="grpo")
     )
@@ -139,8 +139,8 @@ class Args:
         if self.batch.group_size == 1:
             rule = "1 with groups of 1, which have no spread"
             require(tries == 1, "--resample-tries", tries, rule)
-            alone = self.advantage.baseline == "batch"
-            require(alone, "--group-size", 1, "at least 2; try 8")
+            has_others = self.advantage.baseline == "batch"
+            require(has_others, "--group-size", 1, "at least 2; try 8")
         every = self.refresh_every
         require(every >= 0, "--refresh-every", every, "at least 0 (never)")
         has_use = self.loss.kl_coef or every == 0
@@ -151,15 +151,15 @@ class Args:
         require(buffer <= limit, "--advantage.overlong-buffer", buffer, rule)
 
 
-def main(asked: Args) -> None:
-    mesh = run.init_distributed(asked.seed, asked.timeout_s)
+def main(flags: Args) -> None:
+    mesh = run.init_distributed(flags.seed, flags.timeout_s)
     meter = metrics.Metrics(hardware.Device(), hardware.process_age())
-    meter.lap("import")
-    with run.refusals():
-        args = addition.prepare(asked)  # without --model: the paths of a small model and its data
+    meter.add_time("import")  # seconds since the process began, then from one to the next
+    with run.one_line_errors():
+        args = addition.with_paths(flags)  # the same settings, with paths in place of "built-in"
         path, tokenizer, stream, eval_prompts, scorer = prepare(args)
-        asked.run.check(asked, path)
-        meter.lap("data")
+        flags.run.check(flags, path)
+        meter.add_time("data")
         policy, reference, optimizer = load_models(args, path, mesh)
         state = {
             "policy": checkpoint.TrainState(policy, optimizer),
@@ -171,16 +171,17 @@ def main(asked: Args) -> None:
         out_dir = args.run.directory
         first_step = checkpoint.load(out_dir / "checkpoints", state) if args.run.resume else 0
         offloader = offload.Offload(args.offload, reference, optimizer)
-        meter.lap("models")
+        meter.add_time("models")
         engine = make_engine(args, path, tokenizer)
-        asked.run.open(asked)
-        journal = report.Report(out_dir, args.log, args.num_steps, first_step, asked, curves.plot)
-        meter.lap("engine")
+        wandb = report.start_wandb(args.log, out_dir.name, flags)
+        flags.run.open(flags)
+        journal = report.Report(out_dir, args.log, args.num_steps, first_step, wandb, curves.plot)
+        meter.add_time("engine")
     temperature = args.rollout.temperature
-    sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
+    all_sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
     has_old = args.batch.num_epochs * args.batch.num_minibatches > 1  # passes for old_logprobs
-    logprobs.warm_up([policy, reference], sizes, offloader.present, both=has_old)
-    meter.lap("warm_up")
+    logprobs.warm_up([policy, reference], all_sizes, offloader.present, both=has_old)
+    meter.add_time("warm_up")
     journal.write_start(meter.reduce())
     guard = Guard(args.run, out_dir, args.num_steps, tokenizer.decode)
     guard.protect(first_step, state, checkpoint.save, offloader.present)
@@ -194,13 +195,13 @@ def main(asked: Args) -> None:
                 evaluate(args, step, engine, scorer, tokenizer, eval_prompts, meter, guard)
             groups = sample_groups(args, step, engine, scorer, tokenizer, stream, meter)
 
-        with meter.timer("layout"):
-            # 2. Score. The rewards came with the samples; a response's advantage is its reward
-            # against the other responses to its prompt. A group is whole on one rank.
-            group_advantages = compare(args, groups)  # [P of this rank, G]
+        # 2. Score. The rewards came with the samples; a response's advantage is its reward
+        # against the other responses to its prompt. A group is whole on one rank.
+        with meter.timer("advantages"):
+            group_advantages = advantages_of(args, groups)  # [P of this rank, G]
 
-            # 3. Lay out. A minibatch is a fixed slice of the global prompt order; its rows stay
-            # the same for all passes.
+        # 3. Lay out. Minibatch m is a fixed slice of the prompt order; rows[m] serve all passes.
+        with meter.timer("layout"):
             sequences, minibatch_of = to_sequences(args, groups, group_advantages)
             rows, totals = packing.lay_out(
                 sequences, minibatch_of, args.batch, exchange=exchange.exchange, like=EMPTY
@@ -211,7 +212,7 @@ def main(asked: Args) -> None:
 
         # 4. Log-probabilities stay fixed while the batch is used.
         with meter.timer("old_logprobs"):
-            # A single pass meets the first minibatch with the policy unchanged: its ratio is 1.
+            # In a single pass the first minibatch meets the policy unchanged: its ratio is 1.
             skip = 1 if args.batch.num_epochs == 1 else 0
             rows = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature, skip)
         if reference is not None:
@@ -228,7 +229,7 @@ def main(asked: Args) -> None:
                     policy.zero_grad()  # no further optimizer step on this batch, nor this one
                     break
                 norm = optim.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
-                guard.count("actor", norm, step, rows[m], meter)
+                guard.count("actor", norm, step, rows[m], meter)  # notes norms that are not finite
                 meter.add_update("actor", norm, rate)
 
         # 6. Report, save. The last evaluation is of the model that is exported.
@@ -236,7 +237,7 @@ def main(asked: Args) -> None:
             with engine.awake():
                 sync(args, policy, engine, meter)
                 evaluate(args, step + 1, engine, scorer, tokenizer, eval_prompts, meter, guard)
-        if mesh.size() > 1:  # timed by itself: those of the gradients run beside the computation
+        if mesh.size() > 1:  # a timed probe: the gradients' own collectives overlap the update
             meter.add("communication/nccl_bw_gb", hardware.measure_bandwidth(1 << 22))
         if args.refresh_every and (step + 1) % args.refresh_every == 0:
             with offloader.present(reference):
@@ -256,7 +257,7 @@ def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt],
     path = hub.find_model(args.model_path, plan.longest(args))
     tokenizer = hub.load_tokenizer(path, f"--model {args.model_path}")
     datasets, eval_sets = data.load_all(args.data_paths, args.eval_paths, tokenizer, args.data)
-    data.require_columns([*datasets, *eval_sets], scorer.wanted)
+    plan.require_columns([*datasets, *eval_sets], scorer.wanted)
     has_evals = eval_sets or not args.eval_every
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)
@@ -311,10 +312,7 @@ def evaluate(args: Args, step: int, engine, scorer, tokenizer, prompts, meter, g
 
 
 def sample_groups(args: Args, step: int, engine, scorer, tokenizer, stream, meter) -> list[Group]:
-    """This rank's groups with their rewards.
-
-    With dynamic sampling, rounds go on until enough groups have unequal rewards or tries end.
-    """
+    """This rank's groups with rewards; dynamic sampling draws until enough differ or tries end."""
     size = args.batch.group_size
     kept = []
     num_seen = 0
@@ -341,7 +339,7 @@ def sample_groups(args: Args, step: int, engine, scorer, tokenizer, stream, mete
     return kept
 
 
-def compare(args: Args, groups: list[Group]) -> Tensor:
+def advantages_of(args: Args, groups: list[Group]) -> Tensor:
     """Advantages [P, G] of this rank's groups, from all samples of each, truncated ones too."""
     config = args.advantage
     shape = len(groups), args.batch.group_size

@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (guard.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """A guard over a run: when it is saved, how it is stopped, and which minibatches it skips.
 
 The problem. Runs end early: a scheduler takes the machine back, a terminal closes, somebody presses
@@ -18,7 +20,6 @@ How it works.
 3. Gradients that are not finite. optimizer_step leaves the weights as they are, on all ranks, since
    all have the same norm. `count` writes the minibatch's samples to a file. After `max_skipped` in
    a row the run is saved and stops: the weights are those before the first of them.
-
 4. Errors. Until an optimizer takes its first step, the weights are those of the step before: a
    reward function or a sampler that raises costs that one step. What belongs to the state and is no
    weight (the data's position, generators) is copied after each step. On an uncaught exception the
@@ -31,6 +32,18 @@ How it works.
 
 What we give up: a save in the middle of a step. If a step outlasts the grace period of a scheduler
 (30 s is usual), the time since the last save is lost; examples/slurm.sh asks for a longer one.
+
+Copied: it hears SIGTERM and Ctrl-C from here on, and leave_if_over ends the process.
+    from pathlib import Path
+    from types import SimpleNamespace
+    from guard import Guard
+    config = SimpleNamespace(save_minutes=10, save_every=1, max_skipped=8)
+    guard = Guard(config, Path("."), num_steps=3, decode=str)
+    for step in range(3):
+        if guard.is_save_due(step):
+            with guard.saving():
+                Path("state").write_text(str(step))
+        guard.leave_if_over(step)
 """
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (hardware.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """The machine under a run: how busy its GPU is, memory, links between ranks, peak FLOP/s.
 
 The problem. torch knows what it has allocated, not what the device holds: an engine that sleeps
@@ -5,12 +7,18 @@ has given back memory that torch still counts. Nor does torch know whether the G
 for Python. And a share of the peak needs the peak.
 
 How it works. `Device` asks NVML for utilisation and memory every 50 ms, in a thread, and files each
-sample under the phases that run then. `measure_bandwidth` times a collective of a known size: those
-of a step run beside the computation, so that their own times would say little.
+sample under the phases that run then. `measure_bandwidth` times a collective of a known size by
+itself: a step's own collectives overlap its computation, so their times would say little.
 
 What we give up: what happens between two samples; devices of other vendors. A model's FLOPs are
 counted in metrics.py. Source: NVML; datasheets for the dense bf16 peaks; nccl-tests for bus
 bandwidth.
+
+Copied (utilisation needs nvidia-ml-py):
+    from hardware import Device, process_age
+    device = Device()
+    device.watch(["update"])
+    print(device.max_memory_gb(), device.memory_gb(), process_age())
 """
 
 from __future__ import annotations

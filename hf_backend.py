@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (hf_backend.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Transformers' `generate` as the backend of rollout.Engine: slow, with few parts, a reference.
 
 The problem. A fast engine has its own kernels, scheduler and loader, and each can be silently
@@ -10,6 +12,18 @@ id, found by its place; tokens behind it are pads that are never looked at.
 
 What we give up: continuous batching (a batch takes as long as its longest response), paged
 attention, sleep: the copy stays on the device.
+
+Copied, with rollout.py and transformers; rollout.Engine is the way to use it.
+    import torch
+    from hf_backend import HfBackend
+    from rollout import RolloutConfig
+    from transformers import GPT2Config, GPT2LMHeadModel
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2))
+    model.save_pretrained("tiny")
+    config = RolloutConfig(engine="hf", max_response_tokens=4)
+    sizes = {"max_model_len": 8, "num_samples": 2, "stop_ids": [1], "seed": 0}
+    backend = HfBackend("tiny", config, dtype=torch.float32, **sizes)
+    print(list(backend.run([[5, 6]], order=[0], num_samples=2, temperature=1.0, seed=0)))
 """
 
 from __future__ import annotations
@@ -63,6 +77,9 @@ class HfBackend:
         """The names of the parameters that got no tensor."""
         parameters = dict(self.model.named_parameters())
         for name, tensor in weights:
+            if name not in parameters:
+                rule = "is no parameter of the engine's model, or was sent before"
+                raise ValueError(f"{name}: {rule}; send each by its name in the checkpoint")
             parameters.pop(name).copy_(tensor)
         return set(parameters)
 

@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (hub.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """A Hugging Face directory: found, checked, written.
 
 The problem. A model is a directory that others have written: on the disk or on the Hub, with a
@@ -16,6 +18,11 @@ How it works.
 
 What we give up: other formats than safetensors; uploads.
 Source: the safetensors index format of Transformers.
+
+Copied, with safetensors:
+    import torch
+    from hub import save_safetensors
+    save_safetensors([[("layer.weight", torch.ones(2, 2))]], "out")
 """
 
 from __future__ import annotations
@@ -43,15 +50,18 @@ def find_model(name: str, longest: int, flag: str = "--model") -> str:
     """The local directory of a model: `name` if it is one, else its snapshot from the Hub.
 
     Collective. Raises ValueError, which begins with `flag`: no config.json, a Hub name that cannot
-    be fetched, a model that is no decoder, files that are missing or damaged, or fewer positions
-    than `longest`, the tokens of a prompt with its response.
+    be fetched, a model that is no decoder or whose attention packed rows do not have, files that
+    are missing or damaged, or fewer positions than `longest`, the tokens of a prompt with its
+    response.
     """
     path = name if Path(name).exists() else _fetch(name, flag)
     label = f"{flag} {name}"
     if not (Path(path) / "config.json").exists():
         advice = "give a Hugging Face model directory or a Hub name"
         raise ValueError(f"{label}: has no config.json; {advice}")
-    positions = num_positions(_config(path, label), label)
+    config = _config(path, label)
+    _require_plain_attention(config, label)
+    positions = num_positions(config, label)
     if positions is not None and longest > positions:
         lengths = "--data.max-prompt-tokens + --rollout.max-response-tokens"
         half = positions // 2
@@ -62,13 +72,25 @@ def find_model(name: str, longest: int, flag: str = "--model") -> str:
     return path
 
 
+def _require_plain_attention(config, label: str) -> None:
+    """ValueError for what attention.py would refuse at the first row, when memory is taken."""
+    has = {
+        "soft-caps its attention scores": getattr(config, "attn_logit_softcapping", None),
+        "has latent attention": getattr(config, "kv_lora_rank", None),
+    }
+    for what, value in has.items():
+        if value is not None:
+            rule = "which packed rows do not; give Llama, Qwen2, Qwen3, Mistral, Gemma 1 or 3 ..."
+            raise ValueError(f"{label}: {what}, {rule}")
+
+
 def load_tokenizer(path: str, label: str) -> Any:
     """The tokenizer in the directory `path`; ValueError, which begins with `label`, without one."""
     from transformers import AutoTokenizer, logging
 
     logging.disable_progress_bar()
     advice = "save the model's tokenizer there with save_pretrained"
-    with _said_of(f"{label}: its tokenizer does not load", f"; {advice}"):
+    with _explained(f"{label}: its tokenizer does not load", f"; {advice}"):
         tokenizer = AutoTokenizer.from_pretrained(path)
         words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
     if not words:  # what Transformers makes of a directory without one
@@ -81,7 +103,7 @@ def _config(path: str, label: str):
     """The configuration of a decoder's text part, in the spelling of this Transformers."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    with _said_of(f"{label}: config.json is of no model for Transformers"):
+    with _explained(f"{label}: config.json is of no model for Transformers"):
         config = AutoConfig.from_pretrained(path)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = f"is of the type {config.model_type}, which is no decoder of text alone"
@@ -90,7 +112,7 @@ def _config(path: str, label: str):
 
 
 @contextlib.contextmanager
-def _said_of(what: str, advice: str = "") -> Iterator[None]:
+def _explained(what: str, advice: str = "") -> Iterator[None]:
     """Inside, whatever other libraries raise for a broken file is a ValueError in one line."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
@@ -126,7 +148,7 @@ def num_positions(config, label: str = "model") -> int | None:
     if kind == "longrope":
         return original or positions
     if kind in ("yarn", "linear") and positions is not None:
-        with _said_of(f"{label}: has a rotary scaling without a factor that is a number"):
+        with _explained(f"{label}: has a rotary scaling without a factor that is a number"):
             return max(positions, int((original or positions) * float(rope.get("factor", 1))))
     return positions
 
@@ -140,7 +162,7 @@ def _tensor_files(path: str, label: str) -> list[Path]:
         raise ValueError(f"{label}: has no {single.name} and no index of several; {advice}")
     if not index.exists():
         return [single]
-    with _said_of(f"{label}: {index.name} lists no files", "; copy it again"):
+    with _explained(f"{label}: {index.name} lists no files", "; copy it again"):
         names = set(json.loads(index.read_text())["weight_map"].values())
         files = [Path(path) / name for name in sorted(names)]
     for file in files:
@@ -156,7 +178,7 @@ def _shapes(path: str, label: str) -> list[tuple[str, list[int]]]:
     shapes = []
     for file in _tensor_files(path, label):
         what = f"{label}: {file.name} cannot be read"
-        with _said_of(what, "; copy it again"), safe_open(file, "pt") as opened:
+        with _explained(what, "; copy it again"), safe_open(file, "pt") as opened:
             for name in list(opened.keys()):
                 shapes.append((name, opened.get_slice(name).get_shape()))
     return shapes
@@ -245,7 +267,7 @@ def stop_token_ids(path: str, *more: int | None) -> list[int]:
     ids = set(more) - {None}
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
-        with _said_of(f"{path}: {name} has no list of token ids", "; copy it again"):
+        with _explained(f"{path}: {name} has no list of token ids", "; copy it again"):
             eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
             ids.update(map(operator.index, [eos] if isinstance(eos, int) else eos or []))
     return sorted(ids)

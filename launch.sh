@@ -11,13 +11,13 @@
 # 1. The environment. A cut install looks finished; two launches at once write over each other. So:
 #    the active environment if it has what pyproject.toml asks for, else .venv, filled under a lock.
 #    A checksum of pyproject.toml is written last; a later start compares that alone, in 0.3 s.
-# 2. Where the GPUs sit. A rank on the wrong socket reaches its GPU over the link between sockets;
-#    binding it gives 1-10 % (torch/numa/binding.py). So: `nvidia-smi topo -m` and its meaning in a
-#    sentence, and each rank on the cores of its GPU's node (needs numactl).
+# 2. Where the GPUs sit. A rank on the wrong socket reaches its GPU over the link between sockets:
+#    the topology in a sentence, and ranks bound by numactl, for 1-10 % (torch/numa/binding.py).
 # 3. NCCL finds the transport itself. One variable is set, and never over a value of yours.
 # 4. torchrun. With a fixed port the second job on a host dies, and a failed rank's message is lost
-#    above torchrun's own traceback. So: a free port, and the rank's last words are the last lines.
-# Given up: elastic restarts (a run resumes from its checkpoint instead).
+#    above torchrun's traceback. So: a free port, and its last words last. No elastic restarts.
+# SPDX-FileCopyrightText: 2026 handful contributors (launch.sh of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 set -euo pipefail  # and nothing newer than the bash 3.2 of macOS
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

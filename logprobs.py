@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (logprobs.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Token log-probabilities and entropy without the [N, V] matrix of logits.
 
 The problem. A loss needs one number per token, but the head makes V of them: for 4,096 tokens and
@@ -11,19 +13,27 @@ under autograd would keep every chunk alive, hence the autograd Function.
     z = h W^T / T                                 lse = log sum exp z
     logprob = z[target] - lse                     entropy = lse - sum softmax(z) z
     d logprob / dz_j = [j = target] - p_j          d entropy / dz_j = -p_j (log p_j + entropy)
-Example: logits [0, 0, -inf]: live words have logprob -ln 2, entropy ln 2, the dead one no gradient.
 
 One convention, one shift. x[i] belongs to tokens[i]: logprobs[i] = log pi(tokens[i] | tokens[<i])
 comes from the hidden state at i - 1, and so does a critic's values[i] = V(tokens[<i]). The shift is
 in `_states_before` and nowhere else. The first token of a sequence has logprob 0.
     tokens       5 6 | 7 8 9      response_mask 0 1 0 1 1      states used  5 7 8      targets 6 8 9
-
-Temperature divides the logits as in the sampler; else every ratio is wrong by the tempering.
+The temperature divides the logits, as in the sampler; else every ratio would be wrong.
 Shapes: N tokens in a row, R response tokens, C tokens in a chunk, V vocabulary, D hidden size.
-Results are fp32; the head's product takes the model's dtype and gives fp32; softmax and sums are
-fp32. Memory: two [C, V] fp32 matrices (three with a soft-cap) and the head's gradient, whatever R
-is. If layers are compiled, so is the work on a chunk. What we give up: the head's product is done
-twice. Source: cut cross-entropy (Wijmans 2024, arXiv:2411.09009), section 4, without its kernel.
+Results and sums are fp32. Memory: two [C, V] fp32 matrices (three with a soft-cap) and the head's
+gradient, whatever R is. If layers are compiled, so is the work on a chunk. What we give up: the
+head's product is done twice. Source: cut cross-entropy (Wijmans 2024, arXiv:2411.09009), section 4.
+
+Copied, with attention.py, packing.py and transformers:
+    import torch
+    from attention import use_packed_attention
+    from logprobs import token_logprobs
+    from packing import pack, sequence
+    from transformers import GPT2Config, GPT2LMHeadModel
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2)).eval()
+    use_packed_attention(model)
+    [row] = pack([sequence(torch.tensor([5, 6]), torch.tensor([7, 8, 9]))], capacity=64)
+    token_logprobs(model, row)[0].sum().backward()
 """
 
 from __future__ import annotations
@@ -69,22 +79,20 @@ def token_values(critic: nn.Module, row) -> Tensor:
 def _run(model: nn.Module, method, row, *options):
     """method(model, ...) on the row, as a method that FSDP knows."""
     if not hasattr(model, "get_decoder"):  # DDP, which reduces gradients around forward alone
-        rule = "put the call into the forward of a module of yours, and wrap that"
-        raise ValueError(
-            f"{type(model).__name__} is no Transformers model; if it wraps one: {rule}"
-        )
-    if not hasattr(model, method.__name__):
-        setattr(model, method.__name__, types.MethodType(method, model))
+        rule = "if it wraps one: put the call into the forward of a module of yours, and wrap that"
+        raise ValueError(f"{type(model).__name__} is no Transformers model; {rule}")
+    name = f"{method.__name__}_{id(method)}"  # another one after this file was reloaded
+    if not hasattr(model, name):
+        setattr(model, name, types.MethodType(method, model))
         if isinstance(model, FSDPModule):
             # FSDP gathers parameters around forward alone; without this the head would be a sharded
             # DTensor.
-            register_fsdp_forward_method(model, method.__name__)
+            register_fsdp_forward_method(model, name)
     positions = response_positions(row.fields["response_mask"], row.num_response_tokens)
     arguments = row.tokens, row.position_ids, row.cu_seqlens, row.max_seqlen, positions
-    result = getattr(model, method.__name__)(*arguments, *options)
+    result = getattr(model, name)(*arguments, *options)
     if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
-        # No backward will come and free the root's gathered weights; parameters() would be them, in
-        # the compute dtype.
+        # No backward will come and free the root's gathered weights, which parameters() would be.
         model.reshard()
     return result
 
@@ -92,14 +100,15 @@ def _run(model: nn.Module, method, row, *options):
 def model_scores(model: nn.Module, rows: Sequence) -> list[float]:
     """Scores of packed sequences by a decoder with one label, in the order they were packed from.
 
-    rows: of packing.pack_alike, as many on all ranks: a sharded forward is collective. A score is
-    read at a sequence's last token, found by its length: pad and end may be one token. Attention
-    must keep sequences apart: attention.py's, or Transformers' sdpa and flash.
+    rows: of packing.pack_alike, as many on all ranks. A score is read at the last token of a
+    sequence. ValueError for several labels or attention other than attention.py's and Transformers'
+    causal sdpa and flash; RuntimeError for NaN or Inf.
     """
     config = model.config
     attends = config._attn_implementation
-    if config.num_labels != 1 or not hasattr(model, "score") or attends == "eager":
-        rule = "needs a `score` head, num_labels 1 and attention other than eager"
+    both_ways = any(getattr(x, "is_causal", None) is False for x in [config, *model.modules()])
+    if config.num_labels != 1 or not hasattr(model, "score") or attends == "eager" or both_ways:
+        rule = "needs a `score` head, num_labels 1 and causal attention other than eager"
         raise ValueError(f"{type(model).__name__}: {rule}")
     outputs = []
 
@@ -126,15 +135,12 @@ def model_scores(model: nn.Module, rows: Sequence) -> list[float]:
 def with_logprobs(
     model: nn.Module, rows: list[list], name: str, temperature: float, skip: int = 0
 ) -> list[list]:
-    """The rows of each minibatch with one more field: the model's log-probabilities [N].
-
-    skip: the first so many minibatches stay as they are.
+    """The rows of each minibatch with one more field: the model's log-probabilities [N]; the first
+    `skip` minibatches stay as they are.
     """
-
-    def compute(row) -> Tensor:
-        return token_logprobs(model, row, temperature=temperature)[0]
-
-    return rows[:skip] + _with_field(rows[skip:], name, compute)
+    return rows[:skip] + _with_field(
+        rows[skip:], name, lambda row: token_logprobs(model, row, temperature=temperature)[0]
+    )
 
 
 @torch.no_grad()
@@ -148,7 +154,7 @@ def warm_up(
 ) -> None:
     """Each model's passes over each row, on GPUs or if compiled, so that step 0 compiles nothing.
 
-    present(model): a context with the model on the device. both: learners without gradients too.
+    present(model): a context with the model on the device. both: also without gradients.
     """
     for model in filter(None, models):
         if model.device.type == "cpu" and not _is_compiled(model):
@@ -180,10 +186,8 @@ def _with_field(rows: list[list], name: str, compute: Callable) -> list[list]:
 
 
 def response_positions(response_mask: Tensor, num_response_tokens: int) -> Tensor:
-    """Indices [R] of the response tokens, ascending: response_mask [N] bool.
-
-    The count is passed in from the host: nonzero() would wait for the device to learn it.
-    """
+    """Indices [R] of the response tokens, ascending: response_mask [N] bool."""
+    # Counted on the host: nonzero() would wait for the device.
     order = torch.argsort(response_mask.logical_not().to(torch.uint8), stable=True)
     return order[:num_response_tokens]
 
@@ -209,7 +213,7 @@ def _placed(values: Tensor, positions: Tensor, cu_seqlens: Tensor, tokens: Tenso
 
 
 def plain_head(model: nn.Module) -> nn.Linear:
-    """The output matrix of a model whose logits are its product with the states, and no more."""
+    """The head of a model whose logits are head(states) and no more; ValueError for others."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         advice = "merge its adapters, or leave the head without"
@@ -217,8 +221,7 @@ def plain_head(model: nn.Module) -> nn.Linear:
     config = model.config.get_text_config()
     for name in filter(re.compile("logits?_(scal|mult)|lm_head_mult").search, dir(config)):
         if getattr(config, name) not in (None, 1.0):
-            kind = type(model).__name__
-            raise ValueError(f"{kind}: models that scale their logits ({name}) are not supported")
+            raise ValueError(f"models that scale their logits ({name}) are not supported")
     return head
 
 
@@ -265,8 +268,7 @@ def head_logprobs(
     hidden [R, D], weight [V, D], bias [V] or None, targets [R]. softcap c maps z to c tanh(z / c)
     (Gemma 2); None: off. fused: the work on a chunk's logits is compiled.
     """
-    options = temperature, softcap, chunk, fused
-    return _HeadLogprobs.apply(hidden, weight, bias, targets, *options)
+    return _HeadLogprobs.apply(hidden, weight, bias, targets, temperature, softcap, chunk, fused)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -294,9 +296,7 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         # Sums over chunks stay in fp32 whatever the model's dtype.
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        grad_bias = None
-        if bias is not None:
-            grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
             head = hidden[part], weight, bias, temperature, softcap

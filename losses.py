@@ -1,11 +1,12 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (losses.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Surrogate, value loss, KL estimators, importance weights: pure functions of per-token tensors.
 
 The problem. A policy gradient over many tokens is a mean, and the mean is where implementations go
 wrong: dividing inside a micro-batch and averaging the quotients, dividing once more for
 accumulation, FSDP dividing by the number of ranks, or counting tokens in the denominator that the
-numerator masks. Each makes the step depend on the layout. With responses of 1, 2, 4, ... 128 tokens
-in micro-batches of one, a mean of means weighs the token of the shortest response 128 times as much
-as a token of the longest.
+numerator masks. Each makes the step depend on the layout. In micro-batches of one response, a mean
+of means weighs a token of a response of 1 token 128 times as much as a token of one of 128.
 
 How it works. Every function returns a sum divided by one number, `normalizer`, that the caller
 knows before the first forward: it is counted over all rows and all ranks of the minibatch.
@@ -29,20 +30,26 @@ Three sources of difference between the policies, three corrections, never mixed
     sampler -> old        `importance_weights`: the same weights give other numbers in other kernels
     reference -> current  the KL term: `kl_estimate`
 
-KL estimators, with d = log ref - log p, on tokens sampled from p: k1 = -d, k2 = d^2 / 2, k3 =
-exp(d) - d - 1. By value k1 and k3 are unbiased for KL(p|ref). By gradient, which is what counts in
-a loss, k1 is noise around zero, k2 has the gradient of KL(p|ref) and k3 that of KL(ref|p). So k1 is
-refused as a loss; in a reward k1 is the right one.
+KL estimators, on tokens sampled from p. By value k1 and k3 are unbiased for KL(p|ref). By gradient,
+which is what counts in a loss, k1 is noise around zero, k2 has the gradient of KL(p|ref) and k3
+that of KL(ref|p). So k1 is refused as a loss; in a reward k1 is the right one.
 
-Shapes: N tokens in a packed row, S sequences; tensors are [N] unless said otherwise. Where a
-function takes a mask, masked entries may hold anything, NaN too. A padded batch [B, T] is a row
-when flattened: cu_seqlens are the multiples of T, pads are masked. No exp is taken of more than 40
-nats: beyond, a ratio is e^40, with a gradient of that size, where fp32 would give inf and 0 x inf.
+Shapes: N tokens in a packed row, S sequences; tensors are [N] unless said otherwise. "Masked" is
+an entry where a mask is False: it may hold anything, NaN too. No exp is taken of more than 40 nats:
+beyond, a ratio is e^40, with a gradient of that size, where fp32 would give inf and 0 x inf.
+What we give up: a fused kernel; a ratio clipped from above for bad tokens (dual-clip PPO).
+Sources (arXiv): Schulman 2017 (1707.06347), Shao 2024 (GRPO, 2402.03300), Liu 2025 (Dr. GRPO,
+2503.20783), Yu 2025 (DAPO, 2503.14476), Zheng 2025 (GSPO, 2507.18071); Schulman 2020
+"Approximating KL divergence".
 
-What we give up: a fused kernel, and a ratio clipped from above for bad tokens (dual-clip PPO).
-Sources: Schulman 2017 (arXiv:1707.06347), Shao 2024 (GRPO, arXiv:2402.03300), Liu 2025 (Dr. GRPO,
-arXiv:2503.20783), Yu 2025 (DAPO, arXiv:2503.14476), Zheng 2025 (GSPO, arXiv:2507.18071), Schulman
-2020 "Approximating KL divergence".
+Copied. A padded batch [B, T] is a row when flattened: cu_seqlens are the multiples of T.
+    import torch
+    from losses import policy_loss
+    logprobs = torch.zeros(2, 3, requires_grad=True)  # [B, T]
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()  # pads are False
+    advantages = torch.tensor([[1.0], [-0.5]]).expand(2, 3)
+    flat = [x.flatten() for x in (logprobs, logprobs.detach(), advantages, mask)]
+    print(policy_loss(*flat, normalizer=3.0)[0].item())  # -0.5
 """
 
 from __future__ import annotations
@@ -121,8 +128,8 @@ def _check_choice(name: str, value: Any, choices: Any) -> None:
 @dataclass(frozen=True)
 class CriticConfig:
     path: str = ""
-    """Model that it starts from, with its score head or one of zeros; empty: the reward model, or
-    the policy."""
+    """Model that the critic starts from; a score head that it lacks begins as zeros. Empty: the
+    reward model, or without one the policy."""
     learning_rate: float = 1e-5
     """Peak learning rate of the critic."""
     warmup_steps: int = 0
@@ -155,8 +162,7 @@ def actor_loss(
     logprobs, entropy [N] with grad. row: any object with cu_seqlens [S+1], num_response_tokens and
     the fields [N] response_mask, advantages, rollout_logprobs, old_logprobs unless they are the
     current ones, and ref_logprobs if there is a KL term (packing.PackedRow). totals: response
-    "tokens" and "sequences" of the minibatch over all ranks: losses of rows and ranks just add up.
-    Statistics are means over the row's response tokens, named by their metric.
+    "tokens" and "sequences" of the minibatch over all ranks. Statistics are means over the tokens.
     """
     mask = row.fields["response_mask"]
     old_logprobs = row.fields.get("old_logprobs", logprobs.detach())
@@ -233,9 +239,9 @@ def policy_loss(
 
     logprobs [N] with grad, old_logprobs [N], advantages [N], response_mask [N] bool; w is
     token_weights [N] (1 / length for a mean over sequences) times importance_weights [N], each 1 if
-    None. ratio "sequence" needs cu_seqlens [S+1]. Statistics are means over this row's response
-    tokens: pg_clipfrac (share of tokens whose gradient the clip removes) and ppo_kl (k3 estimate of
-    KL(old|current)). A row without response tokens gives 0 and zero gradient.
+    None. ratio "sequence" needs cu_seqlens [S+1], else ValueError. Statistics are means over this
+    row's response tokens: pg_clipfrac (share of tokens whose gradient the clip removes) and ppo_kl
+    (k3 estimate of KL(old|current)). A row without response tokens gives 0 and zero gradient.
     """
     _check_choice("ratio", ratio, Ratio)
     log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0)
@@ -310,9 +316,8 @@ def kl_estimate(
 ) -> Tensor:
     """Estimates of KL(policy|reference) on tokens sampled from the policy: [N], [N] -> [N].
 
-    d = ref_logprobs - logprobs:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1. k1 is for rewards
-    and metrics: as a loss it has no gradient on average, so it raises ValueError for logprobs that
-    carry grad.
+    d = ref_logprobs - logprobs:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1. ValueError for k1 of
+    logprobs that carry grad.
     """
     _check_choice("kl_estimate kind", kind, Literal["k1", "k2", "k3"])
     d = ref_logprobs - logprobs
@@ -355,8 +360,7 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, *, cap: float) -> Tensor:
-    """min(pi_old / pi_sampler, cap) per token, without grad: [N], [N] -> [N] (truncated importance
-    sampling)."""
+    """min(pi_old / pi_sampler, cap) per token, without grad: [N], [N] -> [N]."""
     return torch.exp(_bounded((old_logprobs - rollout_logprobs).detach())).clamp(max=cap)
 
 
@@ -373,10 +377,9 @@ def sampler_correction(
 
     token: truncated at cap, per token. sequence: the product over the response, truncated, the same
     for all its tokens. mask: 1, but 0 where the token's own weight leaves [1 / cap, cap]. What the
-    sampler reports as NaN or -inf gives a weight of NaN: it must not pass for a number. All [N] but
-    cu_seqlens [S+1]. Statistics, means over the response tokens: kl (k3 of KL(sampler|old)),
-    abs_diff_mean, is_weight_mean, is_square_mean; and abs_diff_max. The effective sample size is
-    is_weight_mean^2 / is_square_mean, once both are means over all tokens.
+    sampler reports as NaN or -inf gives a weight of NaN. All [N] but cu_seqlens [S+1]. Statistics,
+    means over the response tokens: kl (k3 of KL(sampler|old)), abs_diff_mean, is_weight_mean,
+    is_square_mean; and abs_diff_max.
     """
     _check_choice("kind", kind, Importance)
     log_weights = torch.where(response_mask, (old_logprobs - rollout_logprobs).detach(), 0.0)

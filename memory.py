@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (memory.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """An update that runs out of GPU memory: taken once more in smaller rows, or told what to turn.
 
 The problem. Activations grow with the longest row, and responses grow while a policy learns. A run
@@ -20,6 +22,19 @@ What we give up: several ranks. A rank that fails has left a collective that the
 nobody can tell which: they would add parts of one layer to another's. The run ends there, with the
 line; the state before the step is saved, as weights are as they were. Statistics of rows that were
 done before the failure count twice.
+
+Copied, with packing.py:
+    import torch
+    from types import SimpleNamespace
+    from memory import fit
+    from packing import pack
+    def gradients(args, model, rows, totals, meter):
+        for row in rows:
+            model(row.tokens[:, None].float()).sum().backward()
+    sequence = {"tokens": torch.arange(9), "response_mask": torch.arange(9) > 4}
+    rows = pack([sequence] * 4, 64)
+    args = SimpleNamespace(batch=SimpleNamespace(tokens_per_row=64))
+    fit(gradients, args, torch.nn.Linear(1, 1), rows, totals={}, meter=None)
 """
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (metrics.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Measurements of a step: weighted means over all ranks, exclusive timers, throughput.
 
 The problem. A metric is wrong in more ways than a loss: a mean of per-rank means, masked tokens
@@ -20,6 +22,14 @@ tokens of the latest rollout by the time since it began, so steps that reuse rol
 What we give up: per-rank curves; a rank that is slow shows in timing_s/* only through the mean.
 Attention counts as if no layer had a window. Source: Chowdhery 2022 (PaLM, arXiv:2204.02311,
 appendix B) for MFU; verl's names.
+
+Copied:
+    from metrics import Metrics
+    meter = Metrics()
+    with meter.timer("update"):
+        meter.add("loss", 1.0, weight=3)
+        meter.add("loss", 2.0, weight=1)
+    print(meter.reduce()["loss"])  # 1.25
 """
 
 from __future__ import annotations
@@ -50,13 +60,13 @@ class Metrics:
     """
 
     def __init__(self, device=None, before_s: float = 0.0):
-        """device: hardware.Device, or None for no figures of it. before_s: seconds that count to
-        what is booked first."""
+        """device: hardware.Device, or None for no figures of it. before_s: seconds before this
+        call that are part of the first time that is booked."""
         self._entries: dict[tuple[str, str], Entry] = {}  # by (name, reduction)
         self._timers: list[str] = []
         self._since = time.perf_counter() - before_s
         self._rollout_tokens = 0.0  # of the latest step that sampled, over all ranks
-        self._rollout_s = 0.0  # since the step before it
+        self._rollout_s = 0.0  # of the steps since then, that one included
         self._costs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> Cost
         self._device = device
         if device is not None:
@@ -65,7 +75,12 @@ class Metrics:
     def add(
         self, name: str, value: float | Tensor, weight: float = 1.0, reduction: str = "mean"
     ) -> None:
-        """One observation of `name`. reduction: "mean" (by `weight`), "sum", "max" or "min"."""
+        """One observation of `name`, a number or a scalar tensor, on any device.
+
+        reduction: "mean" (by `weight`), "sum", "max" or "min".
+        """
+        if reduction not in ("mean", "sum", "max", "min"):
+            raise ValueError(f"{name}: reduction {reduction}: must be mean, sum, max or min")
         if reduction == "mean" and weight == 0:
             return  # a row without response tokens
         if isinstance(value, Tensor):
@@ -147,8 +162,8 @@ class Metrics:
             self._book(wait=finished)  # after an exception, what is waited for may never come
             self._timers.pop()
 
-    def lap(self, name: str) -> None:
-        """Books the time since the last timer or lap under `name`; waits for the device."""
+    def add_time(self, name: str) -> None:
+        """Books the time since the last timer or add_time under `name`; waits for the device."""
         self._timers.append(name)
         self._book()
         self._timers.pop()

@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (model.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """A Transformers model as FSDP2 shards: loading and precision.
 
 The problem. A 7 B model with fp32 master weights, gradients and two Adam moments is 112 GB; on W
@@ -15,16 +17,22 @@ How it works.
    fp32, and the optimizer (optim.py) updates the fp32 shard.
 5. The residual stream, to which every layer adds, stays in fp32. In bf16 each of its 2 L sums
    would round what all layers before have found: 256 + 0.5 = 256. vLLM is patched to keep it
-   too (vllm_backend.py). On SmolLM2 the log-probabilities of sampler and trainer then differ by a
-   third less.
+   too (vllm_backend.py).
 
 FSDP averages gradients over ranks by default. Here every loss is already divided by a count over
-all ranks, so the division is switched off once, in `shard`, and gradients are plain sums.
+all ranks, so the division is switched off once, in `shard`, and gradients are plain sums. Dropout
+is set to 0: a ratio between two passes of one policy must be 1.
 
-Dropout is set to 0: a ratio between two passes of one policy must be 1.
+What we give up: tensor, context and expert parallelism; checkpoints that name tensors differently.
+Source: Zhao 2023 (FSDP, arXiv:2304.11277).
 
-What we give up: tensor, context and expert parallelism in the trainer; checkpoints that name
-tensors differently. Source: Zhao 2023 (FSDP, arXiv:2304.11277).
+Copied, with transformers, safetensors and run.py (or a 1-D mesh of yours):
+    from model import load_policy
+    from run import init_distributed
+    from transformers import GPT2Config, GPT2LMHeadModel
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2))
+    model.save_pretrained("tiny")
+    policy = load_policy("tiny", init_distributed(seed=0, timeout_s=600))
 """
 
 from __future__ import annotations
@@ -51,7 +59,7 @@ class ModelConfig:
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that are updated; bfloat16 halves memory, loses updates below 0.4 %."""
     activation_checkpointing: bool = False
-    """Keep one activation a layer, compute the others again: less memory, 25 % more time."""
+    """Keep one activation a layer, compute the others again: less memory, two forwards a row."""
     compile: bool = field(default_factory=lambda: torch.cuda.is_available())
     """torch.compile each decoder layer: faster, and closer to the sampler's rounding."""
     reshard_after_forward: bool = True
@@ -94,6 +102,9 @@ def load_critic(
 
 def _load(auto_class, hf_config, path: str, mesh, config, trainable, new=(), unused=()):
     config = config or ModelConfig()
+    if config.master_dtype not in ("float32", "bfloat16"):
+        rule = "must be float32 or bfloat16"
+        raise ValueError(f"--model.master-dtype {config.master_dtype}: {rule}")
     if getattr(hf_config, "quantization_config", None):
         raise ValueError(f"{path}: is quantized; dequantize the model and save it first")
     for name, value in list(vars(hf_config).items()):
@@ -136,9 +147,8 @@ def parameters_on_meta() -> Iterator[None]:
     def register_on_meta(self, name, param):
         register(self, name, param)
         if param is not None and not param.is_meta:
-            self._parameters[name] = nn.Parameter(
-                param.data.to("meta"), requires_grad=param.requires_grad
-            )
+            made = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
+            self._parameters[name] = made
 
     nn.Module.register_parameter = register_on_meta
     try:
@@ -288,9 +298,8 @@ def _require_equal(tensor, copy, label: str) -> None:
 @torch.no_grad()
 def _load_rows(parameter: Tensor, rows, label: str) -> None:
     if list(parameter.shape) != rows.get_shape():
-        raise ValueError(
-            f"{label} has shape {rows.get_shape()}, the model wants {list(parameter.shape)}"
-        )
+        shapes = f"{rows.get_shape()}, the model wants {list(parameter.shape)}"
+        raise ValueError(f"{label} has shape {shapes}")
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     start = 0
     if isinstance(parameter, DTensor):
@@ -305,17 +314,13 @@ def _load_rows(parameter: Tensor, rows, label: str) -> None:
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name in the checkpoint, without the prefixes of torch.compile and activation
-    checkpointing.
-    """
+    """A parameter's name in the checkpoint, without what torch.compile and others put before."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Set target's shards to source's, which must be split alike (a reference refreshed from the
-    policy).
-    """
+    """Target's shards become source's, which are split alike: a refreshed reference."""
     for module in [*source.modules(), *target.modules()]:
         if isinstance(module, FSDPModule):
             # a forward without backward leaves whole parameters in the place of the shards

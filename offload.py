@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (offload.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Models and optimizers that a phase does not use wait in host memory.
 
 The problem. The phases of a step need different things: sampling the engine, scoring the reward
@@ -22,6 +24,17 @@ Copies of one owner overlap each other, and the host waits once.
 
 What we give up: moving the policy's own weights and gradients; overlap of a copy with computation.
 Source: the manual offloading between phases of Sheng 2024 (HybridFlow, arXiv:2409.19256).
+
+Copied:
+    import torch
+    from offload import Offload
+    critic = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(critic.parameters())
+    waiting = Offload(True, critic, optimizer)
+    with waiting.present(critic, optimizer):
+        critic(torch.ones(4)).backward()
+        optimizer.step()
+    waiting.restore()
 """
 
 from __future__ import annotations

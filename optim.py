@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (optim.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """AdamW over shards, ready before the first step: its state, the clipping, the learning rate.
 
 The problem. Adam's two moments are made in its first step, and kernels are chosen and compiled at
@@ -10,12 +12,16 @@ only the norm for clipping is of all ranks:
     norm = (sum over ranks of |g|^2)^(1/2);   g <- g min(1, max_grad_norm / norm)
 State has the dtype of the weights. fp32 is the default: in bf16 0.02 - 1e-6 rounds back to 0.02.
 
-    optimizer = make_optimizer(model, OptimConfig(), 1e-6)
-    loss.backward()
-    norm = optimizer_step(model, optimizer, learning_rate=1e-6, max_grad_norm=1.0)
-
 What we give up: 8-bit states, other optimizers, rates that differ by layer.
 Source: Loshchilov 2019 (AdamW, arXiv:1711.05101).
+
+Copied:
+    import torch
+    from optim import OptimConfig, make_optimizer, optimizer_step
+    layer = torch.nn.Linear(2, 1)
+    optimizer = make_optimizer(layer, OptimConfig(), 1e-6)
+    layer(torch.ones(2)).backward()
+    print(optimizer_step(layer, optimizer, learning_rate=1e-6, max_grad_norm=1.0))
 """
 
 from __future__ import annotations
@@ -45,6 +51,7 @@ class OptimConfig:
     def __post_init__(self):
         for name, holds, rule in (
             ("betas", all(0 <= x < 1 for x in self.betas), "in [0, 1); try 0.9 0.98"),
+            ("decay", self.decay in ("constant", "linear", "cosine"), "constant, linear or cosine"),
             ("warmup-steps", self.warmup_steps >= 0, "at least 0"),
             ("weight-decay", 0 <= self.weight_decay <= 1, "from 0 to 1"),
             ("max-grad-norm", self.max_grad_norm > 0, "above 0 (inf switches clipping off)"),

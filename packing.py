@@ -1,30 +1,28 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (packing.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Variable-length sequences in full rows, balanced over ranks, equally many rows on every rank.
 
 The problem. Responses of a reasoning model are log-normal: most are short, a few reach the limit.
-Padded to the longest one, a batch is 24 to 66 % full; the rest of the work goes into pads. Packed
-into rows of a fixed number of tokens, the same batch is 98 % full, and a row's memory is known
-before the first forward.
+Padded to the longest one, a batch is 24 to 66 % full; packed into rows of a fixed number of tokens,
+98 %, and a row's memory is known before the first forward.
 
 How it works. Three steps, each cheap (4,096 sequences: some 20 ms):
 1. `balance` deals sequences to ranks so that predicted time is equal. Attention is quadratic
    within a sequence, so the cost of length l is l + l^2 / (2 C), not l; C is the row size. Longest
-   first, each to the cheapest rank so far (Graham's LPT rule: the most expensive rank is at most
-   4/3 of the optimum, in practice within 0.1 % from 512 sequences on).
+   first, each to the cheapest rank so far (at most 4/3 of the optimum, from 512 on within 0.1 %).
 2. `first_fit_decreasing` fills one rank's rows: longest first, each into the first row with room
    (at most 11/9 of the optimum + 1 row).
        lengths 7 5 4 3 1, capacity 10  ->  rows [7 3] [5 4 1]
 3. All ranks agree on the number of rows (the largest), and `pack(..., num_rows)` adds empty rows
    where a rank has fewer: FSDP gathers parameters in every forward, so a rank that runs fewer
-   forwards than the others hangs them. An empty row is one masked token.
+   forwards than the others hangs them. An empty row is masked.
 
 A row is flat. Letters: N tokens in a row, S sequences in a row.
-    tokens        7 8 9 | 4 5          [N]
+    tokens        7 8 9 | 4 5          [N]    x[i] of every field belongs to tokens[i]
     position_ids  0 1 2 | 0 1          [N]    rotary positions restart with each sequence
     cu_seqlens    0 3 5                [S+1]  where attention must stop
-`x[i]` belongs to `tokens[i]` in every field, so a field is cut and joined exactly like the tokens.
 
-What a row carries besides, [N] each: the phase of the scripts that sets it, and which functions of
-losses.py and advantages.py read it.
+Its fields, [N] each: the phase of the scripts that sets it, and by what, and what reads it.
     response_mask     3  sequence                 all of them: where it is False nothing is learned
     rollout_logprobs  3  sequence                 actor_loss, estimate
     scores            3  sequence (ppo.py)        estimate
@@ -32,15 +30,18 @@ losses.py and advantages.py read it.
     ref_logprobs      4  logprobs.with_logprobs   actor_loss, estimate
     values            4  logprobs.with_values     critic_loss, estimate
     returns           4  advantages.estimate      critic_loss
-    advantages        3  sequence (grpo.py)       actor_loss
-                      4  advantages.estimate      actor_loss (ppo.py)
+    advantages        3  sequence (ppo.py: 4)     actor_loss; in ppo.py estimate sets them
 
-What we give up. One token budget for all rows, no sequence split over rows (a sequence longer than
-the capacity gets its own row, which is then longer than asked for). Production systems also split
-one sequence over ranks.
+What we give up. One token budget for all rows; no sequence is split over rows or ranks (one longer
+than the capacity gets its own row, which is then longer than asked for).
+Source: Johnson 1973 (first-fit decreasing), Graham 1969 (LPT), Krell 2021 (arXiv:2107.02027).
 
-Source: Johnson 1973 (first-fit decreasing), Graham 1969 (LPT), Krell et al. 2021 "Efficient
-sequence packing without cross-contamination" (arXiv:2107.02027).
+Copied:
+    import torch
+    from packing import pack, sequence
+    two = [sequence(torch.tensor([7]), torch.tensor(response)) for response in ([8, 9], [5])]
+    [row] = pack(two, capacity=8)
+    print(row.tokens.tolist(), row.cu_seqlens.tolist())  # [7, 8, 9, 7, 5] [0, 3, 5]
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class BatchConfig:
         return [place[position] * self.num_minibatches // len(place) for position in positions]
 
     def minibatch_order(self, totals: Sequence[Mapping[str, int]], seed: object) -> list[int]:
-        """Minibatches with response tokens, once per epoch; from the second on shuffled."""
+        """The minibatches that have response tokens, once per epoch; shuffled from epoch 1 on."""
         order = []
         for epoch in range(self.num_epochs):
             minibatches = list(range(self.num_minibatches))
@@ -176,9 +177,9 @@ def lay_out(
     holds over all ranks: {"tokens": response tokens, "sequences": sequences with a response token}.
     Collective over all ranks.
 
-    sequences and the minibatch of each: this rank's own, before load is evened out. exchange:
-    exchange.exchange, or a stand-in for one rank. like: a sequence with the names and dtypes, for
-    ranks that have none.
+    sequences and the minibatch of each: this rank's own, before they are dealt to the ranks.
+    exchange: exchange.exchange, or a stand-in for one rank. like: a sequence with the names and
+    dtypes, for ranks that have none.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     capacity = config.tokens_per_row
@@ -229,8 +230,8 @@ def _agree_on_rows(parts: Sequence[Sequence], capacity: int) -> list[int]:
 def pack_alike(sequences: Sequence[Mapping[str, Tensor]], capacity: int) -> list[PackedRow]:
     """This rank's sequences in rows, the same number of rows on all ranks. Collective.
 
-    For a sharded model that only reads, such as a reward model: no sequence travels. `row.source`
-    says where in the list a row's sequences are."""
+    For a sharded model that is not trained, such as a reward model. Each sequence stays on its
+    rank; `row.source` says where in the list a row's sequences are."""
     [num_rows] = _agree_on_rows([sequences], capacity)
     return pack(sequences, capacity, num_rows=num_rows)
 
@@ -240,7 +241,7 @@ def assign(
 ) -> list[int]:
     """The rank of each sequence: in every minibatch the ranks' predicted times are nearly equal.
 
-    lengths and minibatches are those of all ranks' sequences, in an order all ranks agree on.
+    The lists are of all ranks' sequences, in an order that all ranks agree on.
     """
     destination = [0] * len(lengths)
     for minibatch in sorted(set(minibatches)):
@@ -262,8 +263,8 @@ def sequence(
     """A sequence for pack(): "tokens", "response_mask" (all False unless `learn`) and the fields.
 
     prompt_ids [p], response_ids [r]; a field is a tensor [r] or one number for all response tokens,
-    and becomes [p + r] fp32, 0 on the prompt. The mask follows from the lengths alone: a pad, an
-    end, or another stop token in the response is a token like any other.
+    and becomes [p + r] fp32, 0 on the prompt. The mask follows from the lengths alone: pads and
+    stop tokens in a response are tokens like others. ValueError for a response without a prompt.
     """
     num_prompt = len(prompt_ids)
     num_tokens = num_prompt + len(response_ids)
@@ -280,8 +281,8 @@ def sequence(
 
 def empty_sequence(*response_fields: str) -> dict[str, Tensor]:
     """A sequence without tokens: the names and types of empty rows on a rank without sequences."""
-    nothing = torch.zeros(0, dtype=torch.int64)
-    return sequence(nothing, nothing, **dict.fromkeys(response_fields, 0.0))
+    none = torch.zeros(0, dtype=torch.int64)
+    return sequence(none, none, **dict.fromkeys(response_fields, 0.0))
 
 
 def sequence_cost(length: int, capacity: int) -> float:
@@ -364,9 +365,8 @@ def _join(sequences: Sequence[Mapping[str, Tensor]], members: Sequence[int]) -> 
             raise ValueError(f"sequence {i}: has {shapes}; {list(names)} must be [L] alike")
         # It would be scored from the state before it: that of another sequence in the row.
         if "response_mask" in names and sequences[i]["response_mask"][0]:
-            raise ValueError(
-                f"sequence {i}: response_mask has its first token: nothing predicts it"
-            )
+            rule = "has its first token: nothing predicts it"
+            raise ValueError(f"sequence {i}: response_mask {rule}")
     joined = {name: torch.cat([sequences[i][name] for i in members]) for name in names}
     tokens = joined.pop("tokens")
     lengths = [len(sequences[i]["tokens"]) for i in members]
@@ -396,5 +396,5 @@ def unpack(row: PackedRow, values: Tensor) -> list[Tensor]:
 
 def packing_efficiency(rows: Sequence[PackedRow], capacity: int) -> float:
     """Tokens of sequences / (rows x capacity), in [0, 1]; for copies (the scripts use metrics)."""
-    filled = sum(len(row.tokens) for row in rows if row.source)
-    return filled / sum(max(capacity, len(row.tokens)) for row in rows) if rows else 0.0
+    room = sum(max(capacity, len(row.tokens)) for row in rows)
+    return sum(len(row.tokens) for row in rows if row.source) / room if rows else 0.0

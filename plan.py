@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (plan.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Plan: what a run will do, checked and printed before it takes any memory.
 
 The problem. A rule between settings of different groups belongs to none of them, and whoever breaks
@@ -12,6 +14,12 @@ value, the rule, and what to type. `print_plan` says the arithmetic:
        batch  64 prompts x 8 = 512 samples of up to 512 + 1024 tokens; 1 epochs x 1 minibatches ...
 
 What we give up: an estimate of activations and of time, which only a step can tell.
+
+Copied:
+    from plan import require
+    batch = 64
+    parts = 4
+    require(batch % parts == 0, "--num-minibatches", parts, f"a divisor of {batch}")
 """
 
 from __future__ import annotations
@@ -64,6 +72,24 @@ def check(args: Any) -> None:
 def longest(args: Any) -> int:
     """Tokens of a prompt with its response, at most."""
     return args.data.max_prompt_tokens + args.rollout.max_response_tokens
+
+
+def require_columns(datasets: Sequence[Sequence], wanted: dict[str, list[str]]) -> None:
+    """ValueError if a reward function wants a column that a data set has in no row.
+
+    datasets: lists of data.Prompt. wanted: {function: columns}.
+    """
+    for prompts in datasets:
+        known = {"prompt", "response", "truncated"}
+        known.update(*(prompt.columns for prompt in prompts))
+        if any(prompt.answer != "" for prompt in prompts):
+            known.add("answer")
+        has = f"{prompts[0].source} has {', '.join(sorted(known))}"
+        for function, names in wanted.items():
+            for name in names:
+                if name not in known:
+                    wants = f"wants {name}, which is no column; {has}"
+                    raise ValueError(f"--reward.functions {function}: {wants}")
 
 
 def print_plan(args: Any, datasets: Sequence, eval_sets: Sequence, **models: str) -> None:

@@ -1,16 +1,16 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (ppo.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """PPO: reinforcement learning of a language model with a critic; grpo.py's six phases.
 
     bash launch.sh ppo.py                           # a small model learns to add, on a CPU
     bash launch.sh ppo.py --reward-model built-in   # the same, rewarded by a reward model
 
 A critic says what score V to expect before each token, V' before the next. R is A + V_old.
-    reward       r = score at the last token - kl_coef (log pi_old - log ref)
-                                                                        advantages.token_rewards
+    reward       r = score at the end - kl_coef (log pi_old - log ref)  advantages.token_rewards
     advantage    A_i = sum_k (gamma lambda)^k (r + gamma V' - V)_(i+k)  advantages.gae
     surrogate    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))     losses.policy_loss
     value loss   1/2 max((V - R)^2, (clip(V, V_old -+ c) - R)^2)        losses.value_loss
     each summed over response tokens / their number in the minibatch    losses.{actor,critic}_loss
-
 Sources: Schulman 2017 (arXiv:1707.06347), Ouyang 2022 (InstructGPT, arXiv:2203.02155).
 """
 
@@ -85,7 +85,7 @@ class Args:
     learning_rate: float = 1e-6
     """Peak learning rate of the policy."""
     seed: int = 0
-    """Of the data order, of sampling, and of the built-in model."""
+    """Seed of the data order, of sampling, and of the built-in model."""
     rollout_every: int = 1
     """Sample every this many steps; those between reuse the last batch, values and advantages."""
     eval_every: int = 0
@@ -99,7 +99,7 @@ class Args:
     offload: bool = False
     """Models and optimizer states that a phase does not use wait in pinned host memory."""
     timeout_s: float = 3600.0
-    """Longest that a rank waits for the others; above the longest rollout or reward."""
+    """Seconds that a rank waits for the others; must exceed the longest rollout and reward."""
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(name="ppo"))
     batch: tyro.conf.OmitArgPrefixes[BatchConfig] = field(
         default_factory=lambda: BatchConfig(prompts_per_step=256, group_size=1, num_minibatches=2)
@@ -123,20 +123,20 @@ class Args:
             nearest = max(steps // every * every, every if flag == "--num-steps" else 0)
             rule = f"a multiple of --rollout-every {every}; try {nearest}"
             run.require(steps % every == 0, flag, steps, rule)
-        alone = self.critic.warmup_steps
+        warmup = self.critic.warmup_steps
         rule = f"below --num-steps {self.num_steps}, or the policy never learns"
-        run.require(alone < self.num_steps, "--critic.warmup-steps", alone, rule)
+        run.require(warmup < self.num_steps, "--critic.warmup-steps", warmup, rule)
 
 
-def main(asked: Args) -> None:
-    mesh = run.init_distributed(asked.seed, asked.timeout_s)
+def main(flags: Args) -> None:
+    mesh = run.init_distributed(flags.seed, flags.timeout_s)
     meter = metrics.Metrics(hardware.Device(), hardware.process_age())
-    meter.lap("import")
-    with run.refusals():
-        args = addition.prepare(asked)  # without --model: the paths of a small model and its data
+    meter.add_time("import")  # seconds since the process began, then from one to the next
+    with run.one_line_errors():
+        args = addition.with_paths(flags)  # the same settings, with paths in place of "built-in"
         paths, tokenizer, stream, eval_prompts, scorer = prepare(args)
-        asked.run.check(asked, *paths)
-        meter.lap("data")
+        flags.run.check(flags, *paths)
+        meter.add_time("data")
         models = load_models(args, paths, mesh)
         policy, critic, reference, reward_model = models
         optimizer = optim.make_optimizer(policy, args.optim, args.learning_rate)
@@ -153,28 +153,29 @@ def main(asked: Args) -> None:
         out_dir = args.run.directory
         first_step = checkpoint.load(out_dir / "checkpoints", state) if args.run.resume else 0
         offloader = offload.Offload(args.offload, *models[1:], *optimizers)
-        meter.lap("models")
+        meter.add_time("models")
         engine = make_engine(args, paths[0], tokenizer)
-        asked.run.open(asked)
-        journal = report.Report(out_dir, args.log, args.num_steps, first_step, asked, curves.plot)
-        meter.lap("engine")
+        wandb = report.start_wandb(args.log, out_dir.name, flags)
+        flags.run.open(flags)
+        journal = report.Report(out_dir, args.log, args.num_steps, first_step, wandb, curves.plot)
+        meter.add_time("engine")
     temperature = args.rollout.temperature
     logprobs.warm_up(models, args.batch.rows_of_all_sizes(engine.max_model_len), offloader.present)
-    meter.lap("warm_up")
+    meter.add_time("warm_up")
     journal.write_start(meter.reduce())
     guard = Guard(args.run, out_dir, args.num_steps, tokenizer.decode, save_at=args.rollout_every)
     guard.protect(first_step, state, checkpoint.save, offloader.present)
 
-    for first in range(first_step, args.num_steps, args.rollout_every):
+    for start in range(first_step, args.num_steps, args.rollout_every):  # a batch each
         # 1. Sample. Weights go over first, so step 0 and a resumed run need no special case. A
         # response is scored by the rule as soon as it ends, while others are still being sampled.
         with engine.awake():
             sync(args, policy, engine, meter)
-            if args.eval_every and first % args.eval_every == 0 and first + 1 < args.num_steps:
-                evaluate(args, first, engine, scorer, tokenizer, eval_prompts, meter, guard)
+            if args.eval_every and start % args.eval_every == 0 and start + 1 < args.num_steps:
+                evaluate(args, start, engine, scorer, tokenizer, eval_prompts, meter, guard)
             prompts = stream.take(args.batch.prompts_per_step)
             with meter.timer("rollout"):
-                seed = data.sampling_seed(args.seed, first, 0)
+                seed = data.sampling_seed(args.seed, start, 0)
                 rule = None if reward_model else scorer
                 drawn = sampling.draw(engine, rule, tokenizer, prompts, args.batch.group_size, seed)
 
@@ -182,21 +183,20 @@ def main(asked: Args) -> None:
         with meter.timer("reward"), offloader.present(reward_model):
             groups = score(args, prompts, drawn, scorer, reward_model, meter)
 
-        # 3. Lay out. A minibatch is a fixed slice of the global prompt order; its rows stay
-        # the same for all passes.
+        # 3. Lay out. Minibatch m is a fixed slice of the prompt order; rows[m] serve all passes.
         with meter.timer("layout"):
             sequences, minibatch_of = to_sequences(args, groups)
             rows, totals = packing.lay_out(
                 sequences, minibatch_of, args.batch, exchange=exchange.exchange, like=EMPTY
             )
             meter.add_layout(rows, args.batch.tokens_per_row)
-            journal.write_samples(first, groups, tokenizer.decode)
+            journal.write_samples(start, groups, tokenizer.decode)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
 
         # 4. Log-probabilities, values and advantages stay fixed while the batch is used.
         passes = args.batch.num_epochs * args.rollout_every
         with meter.timer("old_logprobs"):
-            # A single pass meets the first minibatch with the policy unchanged: its ratio is 1.
+            # In a single pass the first minibatch meets the policy unchanged: its ratio is 1.
             skip = 1 if passes == 1 and not args.gae.kl_coef else 0
             rows = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature, skip)
         if reference is not None:
@@ -208,7 +208,7 @@ def main(asked: Args) -> None:
             rows, stats = advantages.estimate(rows, args.gae, kl_penalty.coef)
         meter.update(stats)
 
-        for step in range(first, first + args.rollout_every):
+        for step in range(start, start + args.rollout_every):
             # 5. Update.
             with meter.timer("update"), offloader.present(critic, *optimizers):
                 update(args, step, policy, critic, optimizers, rows, totals, meter, guard)
@@ -218,9 +218,9 @@ def main(asked: Args) -> None:
                 with engine.awake():
                     sync(args, policy, engine, meter)
                     evaluate(args, step + 1, engine, scorer, tokenizer, eval_prompts, meter, guard)
-            if mesh.size() > 1:  # timed by itself: those of the gradients overlap the update
+            if mesh.size() > 1:  # a timed probe: the gradients' own collectives overlap the update
                 meter.add("communication/nccl_bw_gb", hardware.measure_bandwidth(1 << 22))
-            if args.gae.kl_coef and step + 1 == first + args.rollout_every:
+            if args.gae.kl_coef and step + 1 == start + args.rollout_every:
                 kl_penalty.update(stats["actor/reward_kl_penalty"], args.batch.num_samples)
             journal.write(step, meter.reduce())
             guard.save_if_due(step, meter)
@@ -238,10 +238,9 @@ def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Pr
     path = hub.find_model(args.model_path, longest)
     tokenizer = hub.load_tokenizer(path, f"--model {args.model_path}")
     reward_path = hub.find_reward_model(args.reward_model_path, longest, path)
-    own_path = hub.find_critic(args.critic.path, longest, path)
-    critic_path = own_path or reward_path or path
+    critic_path = hub.find_critic(args.critic.path, longest, path) or reward_path or path
     datasets, eval_sets = data.load_all(args.data_paths, args.eval_paths, tokenizer, args.data)
-    data.require_columns(eval_sets if reward_path else [*datasets, *eval_sets], scorer.wanted)
+    plan.require_columns(eval_sets if reward_path else [*datasets, *eval_sets], scorer.wanted)
     has_evals = eval_sets or not args.eval_every
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)
@@ -341,16 +340,16 @@ def update(args: Args, step: int, policy, critic, optimizers, rows, totals, mete
     gradients just add up. Beyond --loss.target-kl the policy rests for the remainder of the step.
     """
     optimizer, critic_optimizer = optimizers
-    alone = args.critic.warmup_steps  # steps of the critic without the policy
-    shared = args.num_steps - alone
-    rate = optim.learning_rate_at(step - alone, shared, args.learning_rate, args.optim)
+    warmup = args.critic.warmup_steps  # steps in which the critic alone learns
+    shared = args.num_steps - warmup
+    rate = optim.learning_rate_at(step - warmup, shared, args.learning_rate, args.optim)
     peak = args.critic.learning_rate
     critic_rate = optim.learning_rate_at(step, args.num_steps, peak, args.optim)
-    actor_learns = step >= alone
+    actor_learns = step >= warmup
     for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
         memory.fit(critic_gradients, args, critic, rows[m], totals[m], meter)
         norm = optim.optimizer_step(critic, critic_optimizer, critic_rate, args.optim.max_grad_norm)
-        guard.count("critic", norm, step, rows[m], meter)
+        guard.count("critic", norm, step, rows[m], meter)  # notes norms that are not finite
         meter.add_update("critic", norm, critic_rate)
         if not actor_learns:
             continue

@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (report.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Where the record of a step goes: console line, metrics.jsonl, wandb, alarms and curves; and a few
 responses in samples.jsonl.
 
@@ -50,9 +52,9 @@ that nothing could be measured, or NaN.
     timing_s/reshard              weight sync, and waking the KV cache
     timing_s/rollout, eval        sampling; evaluation
     timing_s/reward               waiting for scores
-    timing_s/layout               advantages of groups, packing, exchange, copies to the GPU
+    timing_s/layout               packing, exchange between ranks, copies to the GPU
     timing_s/old_logprobs         pass of the policy before the update; ref_logprobs: the reference
-    timing_s/values               PPO: the critic's pass; advantages: GAE and whitening
+    timing_s/advantages           of groups; in PPO GAE and whitening; values: the critic's pass
     timing_s/update, save, other  optimizer steps; the checkpoint after the step before; the rest
     throughput/tokens_per_sec     prompt + response tokens of the latest rollout, each once, of all
                                   ranks, over the time since the step that sampled them began
@@ -67,6 +69,12 @@ that nothing could be measured, or NaN.
                                   perf/max_memory_gb/PHASE: in each phase
     perf/cached_memory_gb         GPU memory that torch holds and no tensor uses at the end, GiB
     perf/host_memory_gb           resident host memory of a rank at the end, largest, GiB
+
+Copied:
+    from report import LogConfig, Report
+    report = Report("out", LogConfig(), num_steps=2)
+    for step in range(2):
+        report.write(step, {"loss": 1.0 / (step + 1)})
 """
 
 from __future__ import annotations
@@ -95,7 +103,8 @@ class LogConfig:
     samples_per_step: int = 4
     """Responses written to samples.jsonl each step; 0: none."""
     plot_every: int = 10
-    """Redraw curves.png every this many steps, but in 2 % of the time, and at the end; 0: never."""
+    """Redraw curves.png every this many steps, in at most 2 % of the time, and at the end; 0:
+    never."""
     mismatch_alarm: float = 0.01
     """Warn once when rollout_corr/kl, the distance between sampler and trainer in nats per token,
     exceeds this; bf16 alone gives 0.001, an 8-bit sampler up to 0.03."""
@@ -126,6 +135,22 @@ def _is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None  # None: just a folder of that name here
 
 
+def start_wandb(config: LogConfig, name: str, settings: Any = None) -> Any:
+    """A new wandb run for Report, on rank 0; None without a project. settings: a dataclass or
+    dictionary. ValueError without a login: call it before files of an earlier run are moved.
+    """
+    if not config.wandb_project or (dist.is_initialized() and dist.get_rank() != 0):
+        return None
+    import wandb
+
+    known = asdict(settings) if is_dataclass(settings) else settings
+    try:
+        return wandb.init(project=config.wandb_project, name=name, config=known)
+    except wandb.Error as error:
+        why = " ".join(str(error).split()) + "; run `wandb login`, or set WANDB_MODE=offline"
+        raise ValueError(f"--log.wandb-project {config.wandb_project}: {why}") from error
+
+
 class Report:
     """Writes the records of a run; does nothing on ranks other than 0."""
 
@@ -135,13 +160,13 @@ class Report:
         config: LogConfig,
         num_steps: int,
         first_step: int = 0,
-        settings: Any = None,
+        tracker: Any = None,
         plot: Callable[[Path, Path], None] | None = None,
     ):
         """Records from first_step on are dropped: the run died after its last save.
 
-        settings: a dataclass or dictionary, for wandb. plot(metrics file, picture): curves.plot;
-        None: no picture.
+        tracker: what start_wandb returned. plot(metrics file, picture): curves.plot; None: no
+        picture.
         """
         self.out_dir = Path(out_dir)
         self.config = config
@@ -153,16 +178,13 @@ class Report:
         self._step_times: list[float] = []
         self._plotted_at = -math.inf
         self._plot_s = 0.0
-        self._wandb = None
+        self._wandb = tracker
         if not self.is_rank0:
             return
         for name in ("metrics.jsonl", "samples.jsonl"):
             with self._going_on(self.out_dir / name):
                 self.out_dir.mkdir(parents=True, exist_ok=True)
                 _keep_before(self.out_dir / name, first_step)
-        if config.wandb_project:
-            known = asdict(settings) if is_dataclass(settings) else settings
-            self._wandb = _start_wandb(config.wandb_project, self.out_dir.name, known)
 
     @contextlib.contextmanager
     def _going_on(self, what: Path | str) -> Iterator[None]:
@@ -304,16 +326,6 @@ class Report:
 def _print(line: str) -> None:
     with contextlib.suppress(OSError):  # the console may be a file on a full disk, or be gone
         print(line, flush=True)
-
-
-def _start_wandb(project: str, name: str, settings: dict | None):
-    import wandb
-
-    try:
-        return wandb.init(project=project, name=name, config=settings)
-    except wandb.Error as error:
-        why = " ".join(str(error).split()) + "; run `wandb login`, or set WANDB_MODE=offline"
-        raise ValueError(f"--log.wandb-project {project}: {why}") from error
 
 
 def _append(file: Path, objects: list[dict]) -> None:

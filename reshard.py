@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (reshard.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """FSDP2 shards -> full tensors, bucket by bucket -> the sampler's engine.
 
 The problem. Trainer and sampler keep the same weights in different layouts: 1/W of every tensor in
@@ -16,18 +18,23 @@ A tied head is one parameter and is sent once, under the embedding's name. On on
 gathered, only cast. The mesh of fully_shard may have any names and a replicated axis; parts that
 are not sharded, and models under DDP, are sent as they are.
 
-Copied: `engine` is any object with `load_weights(buckets)`, `dtype` and, for verify_sync, `model`.
-    model = fully_shard(nn.Linear(8, 8))
-    for bucket in iter_full_params(model, dtype=torch.float32):
-        for name, tensor in bucket:
-            print(name, tensor.shape)
-
 Peak extra memory: bucket_bytes plus the largest tensor, if the consumer drops what it was given.
 Bytes received per rank: (W - 1) / W of the model in the sampler's dtype, which is the minimum for a
 sampler that holds whole tensors. What we give up: with W equal to the tensor-parallel size each
 rank needs only its own slices; HybridFlow's zero-redundancy layout (section 5.3) then moves almost
 nothing. Here every rank gathers whole tensors. Sources: Sheng 2024 (HybridFlow, arXiv:2409.19256,
 section 5).
+
+Copied: `engine` of sync_weights is any object with load_weights(buckets) and dtype. Under torchrun
+init_process_group() needs no arguments.
+    import torch.distributed as dist
+    from reshard import iter_full_params
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    model = fully_shard(nn.Linear(8, 8))
+    for bucket in iter_full_params(model):
+        print([(name, list(tensor.shape)) for name, tensor in bucket])
 """
 
 from __future__ import annotations
@@ -177,8 +184,8 @@ def iter_full_params(
     for adapters, and for weights that wait in host memory.
     """
     parameters = list(_parameters(model).items())
-    # Four are alive at a time: what arrives, what has arrived, its tensors, and those that the
-    # consumer still holds.
+    # Four buckets are in memory at a time: what arrives, what has arrived, its tensors, and those
+    # that the consumer still holds.
     gathers = (
         _start_gather(bucket, dtype)
         for bucket in _buckets(parameters, bucket_bytes // 4, dtype.itemsize)

@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (rewards.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Rewards: foreign functions turn each response into one number, in worker processes with limits.
 
 The problem. A reward function is foreign code, run on text of a policy that finds its weak spots: a
@@ -13,15 +15,20 @@ hang) is an error: it counts as error_reward and in error_frac, the first of eac
 printed, and collect raises when more than max_error_frac of a function's samples fail.
 
 Functions, by spec. (Reward models are no spec: they run on the trainer's ranks.)
-    math, exact       math_reward and exact_rewards of the file answers.py beside this one
-    reasoning_gym     gym_reward of that file
+    math, exact, reasoning_gym    of the files answers.py and worker.py beside this one
     path.py:function  yours, sync or async. Its parameters are named after columns: prompt,
                       response, answer, truncated, any of the data. A function with a parameter
                       responses or completions gets lists, of the whole batch, and returns a list.
     http://host/path  the sample is posted as JSON, the reply is {"reward": number}; 3 attempts
-
 What we give up. There is no sandbox against malice, and a process that leaves its worker's group
-lives on. Memory is limited for each process, not for all of them together.
+lives on. Memory is limited for each process.
+
+Copied, with worker.py; "math" also with answers.py and expressions.py. A Scorer that is kept starts
+its workers once.
+    from rewards import score
+    def near(response, answer):
+        return -abs(float(response) - float(answer))
+    print(score(near, [{"response": "3.5", "answer": "4"}])[0])  # [-0.5]
 """
 
 import contextlib
@@ -61,9 +68,9 @@ class RewardConfig:
     weights: tuple[float, ...] = ()
     """Weight of each function in the sum, in the same order; empty: 1 for each."""
     num_workers: int = 4
-    """Worker processes per rank: so many samples or remote requests are in work at once."""
+    """Worker processes per rank: the number of samples or remote requests in work at once."""
     time_limit_s: float = 5.0
-    """Seconds for a sample, then its worker is killed; n / num_workers times that for a batch."""
+    """Seconds for a sample, then its worker is killed; a batch of n: n / num_workers times that."""
     memory_limit_mb: int = 4096
     """MB of address space that a worker may take on top of its imports; 0: no limit."""
     error_reward: float = 0.0
@@ -80,6 +87,7 @@ class RewardConfig:
             ("functions", 0 < len(distinct) == num, "at least one, of different names"),
             ("weights", len(self.weights) in (0, num), "none, or one for each function"),
             ("weights", all(map(_fits, self.weights)), "finite, at most 1e18 in size"),
+            ("weights", any(self.weights or [1]), "not all 0: no response would be better"),
             ("error_reward", _fits(self.error_reward), "finite, at most 1e18 in size"),
             ("num_workers", self.num_workers >= 1, "at least 1"),
             ("time_limit_s", 0.01 <= self.time_limit_s <= 1e6, "from 0.01 to 1e6"),
@@ -117,7 +125,7 @@ class Scorer:
         self._threads = ThreadPoolExecutor(config.num_workers)
         for name in config.functions:
             if name.startswith(("http://", "https://")):
-                _probe(name, config.time_limit_s)
+                _load_worker().probe(name, config.time_limit_s)
         try:
             described = list(self._threads.map(self._start, range(config.num_workers)))
         except ValueError:
@@ -142,10 +150,7 @@ class Scorer:
         return reply
 
     def submit(self, index: int, sample: dict) -> None:
-        """Queues sample `index`: prompt, response, answer, truncated and further columns by name.
-
-        Returns at once.
-        """
+        """Queues a sample, at once: prompt, response, answer, truncated, other columns by name."""
         assert index not in self._samples, f"sample {index} was submitted twice"
         self._samples[index] = sample
         pickled, reason = _pickled(sample)  # each by itself: an error is of this sample alone
@@ -164,7 +169,7 @@ class Scorer:
         waiting = self._waiting[name]
         share = len(waiting) // (2 * self.config.num_workers)
         taken = []
-        # Behind slow ones the rest of a message would wait while other workers are idle.
+        # Few if they are slow: those behind would wait while other workers are idle.
         with contextlib.suppress(IndexError):  # others have taken them
             for _ in range(1 + min(share, int(MESSAGE_S / self._sample_s[name]))):
                 taken.append(waiting.popleft())
@@ -186,7 +191,7 @@ class Scorer:
             self._threads.submit(self._call_waiting, name)
 
     def _call(self, name: str, samples: list[dict]) -> list[Outcome]:
-        """Of a function that takes the whole batch."""
+        """The outcomes of all samples, by one call of a function that takes the whole batch."""
         rounds = math.ceil(len(samples) / self.config.num_workers)
         [reply] = self._ask(self._idle.get(), name, samples, self.config.time_limit_s * rounds)
         return reply if len(reply) == len(samples) else reply * len(samples)
@@ -234,12 +239,8 @@ class Scorer:
             scores = [config.error_reward if score is None else score for score, _ in outcomes]
             rewards = [total + weight * score for total, score in zip(rewards, scores, strict=True)]
             stats[f"{_short(name)}_mean"] = sum(scores) / max(num_samples, 1)
-        sums = [
-            (reward, "")
-            if _fits(reward)
-            else (None, f"{reward} is not finite, or above 1e18 in size")
-            for reward in rewards
-        ]
+        why = "is not finite, or above 1e18 in size"
+        sums = [(x, "") if _fits(x) else (None, f"{x} {why}") for x in rewards]
         num_errors += self._report("(weighted sum)", sums, num_samples)
         rewards = [config.error_reward if total is None else total for total, _ in sums]
         num_calls = max(num_samples, 1) * len(config.functions)
@@ -248,7 +249,7 @@ class Scorer:
         return rewards, stats
 
     def _outcomes(self, name: str, samples: list[dict]) -> list[Outcome]:
-        """Of all samples; if too many fail, of those up to the error that exceeds the limit."""
+        """Of all samples, or, if too many fail, of those up to the error that exceeds the limit."""
         if self._batched[name]:
             return self._call(name, samples) if samples else []
         outcomes: list[Outcome] = []
@@ -288,16 +289,27 @@ class Scorer:
 def score(functions: Any, samples: list[dict], *, time_limit_s=5.0, num_workers=4) -> Scores:
     """(rewards, stats) of `samples` by one function or a list of them, specs or callables.
 
-    Errors are counted, not raised.
+    Errors are counted, not raised; ValueError if no sample has a column that a function wants.
     """
     functions = functions if isinstance(functions, (list, tuple)) else [functions]
-    names = tuple(f if isinstance(f, str) else f.__name__ for f in functions)
-    callables = {f.__name__: f for f in functions if not isinstance(f, str)}
+    names = tuple(map(_name, functions))
+    callables = {_name(f): f for f in functions if not isinstance(f, str)}
     config = RewardConfig(names, (), num_workers, time_limit_s, max_error_frac=1.0)
     with contextlib.closing(Scorer(config, callables)) as scorer:
+        known = set().union(*samples)
+        for name, wanted in scorer.wanted.items():
+            if samples and (missing := sorted(set(wanted) - known)):
+                raise ValueError(f"{name} wants {missing}, and samples have {sorted(known)}")
         for index, sample in enumerate(samples):
             scorer.submit(index, sample)
         return scorer.collect(len(samples))
+
+
+def _name(function: Any) -> str:
+    """A spec is its own name; a partial or an object goes by its type's."""
+    if isinstance(function, str):
+        return function
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _pickled(sample: dict) -> tuple[bytes, str]:
@@ -316,24 +328,10 @@ def _fits(number: float) -> bool:
     return abs(number) <= MAX_REWARD
 
 
-def _probe(url: str, time_limit_s: float) -> None:
-    """ValueError if nothing answers at the address; any HTTP status is an answer."""
-    from http.client import HTTPException
-    from urllib.error import HTTPError
-    from urllib.request import urlopen
-
-    try:
-        urlopen(url, timeout=time_limit_s).close()
-    except HTTPError as status:
-        status.close()
-    except (OSError, HTTPException, ValueError) as error:
-        raise ValueError(f"--reward.functions {url}: does not answer ({error})") from None
-
-
 class _Worker:
     """A process in its own session: a new interpreter, or a fork if there are callables."""
 
-    ends: ClassVar = WeakSet()  # the trainer's, of the pipes to all workers
+    ends: ClassVar = WeakSet()  # the trainer's ends of the pipes to all workers
 
     def __init__(self, callables: Mapping[str, Callable]):
         self.connection, theirs = Pipe()
@@ -345,7 +343,7 @@ class _Worker:
             if self.pid == 0:
                 os.setsid()
                 os.dup2(2, 1)
-                # Open here, too, they would hide that the trainer is gone.
+                # Left open in the fork, they would hide from workers that the trainer is gone.
                 for end in list(self.ends):
                     end.close()
                 serve(theirs, callables)
@@ -355,7 +353,7 @@ class _Worker:
             # No GPU: a context for each worker would take 0.5 GB.
             pipe = theirs.fileno()
             process = subprocess.Popen(
-                [sys.executable, WORKER, str(pipe)],
+                [sys.executable, "-P", WORKER, str(pipe)],  # -P: a logging.py may lie beside it
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=2,

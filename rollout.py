@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (rollout.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Sampling from the policy: an engine in the trainer's processes that runs the trainer's weights.
 
 The problem. Sampling is most of an RL step, so it needs a real inference engine: paged attention,
@@ -25,6 +27,18 @@ under the tempered distribution that it was drawn from.
 What we give up: sampling while training; tools; top-p and top-k. They would cut the sampler's
 distribution, not the trainer's, and every ratio would be off by the mass that was cut.
 Source: Sheng 2024 (HybridFlow, arXiv:2409.19256).
+
+Copied, with hf_backend.py and transformers; reshard.sync_weights(model, engine) takes shards.
+    from hf_backend import HfBackend
+    from rollout import Engine, RolloutConfig
+    from transformers import GPT2Config, GPT2LMHeadModel
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2))
+    model.save_pretrained("tiny")
+    config = RolloutConfig(engine="hf", max_response_tokens=4)
+    engine = Engine(HfBackend, "tiny", config, max_prompt_tokens=8, num_samples=2, stop_ids=[1])
+    with engine.awake():
+        engine.load_weights([list(model.named_parameters())])
+        print(engine.generate([[5, 6, 7]], num_samples=2))
 """
 
 from __future__ import annotations
@@ -36,7 +50,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -55,7 +69,7 @@ class RolloutConfig:
     tensor_parallel_size: int = 1
     """Consecutive ranks that share one engine; must divide the number of ranks."""
     memory_fraction: float = 0.45
-    """Share of the GPU's memory for weights and KV cache; ignored if kv_cache_gb is set."""
+    """Share of the GPU's memory for the engine's weights and KV cache; unused with kv_cache_gb."""
     kv_cache_gb: float = 0.0
     """KV cache in GiB; 0: what memory_fraction leaves (on CPU 0.25)."""
     sleep_level: Literal[0, 1, 2] = 2
@@ -67,7 +81,7 @@ class RolloutConfig:
     length_bins: int = 0
     """Submit prompts in this many bins of expected response length, longest first; 0: in order."""
     scheduler: Literal["closed", "vllm"] = "closed"
-    """closed: one for batches that nobody joins, up to 4.8 times as fast; vllm: vLLM's own."""
+    """closed: for batches that no request joins later, up to 4.8 times as fast; vllm: its own."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """fp8: twice the KV cache; needs the importance correction."""
     quantization: Literal["none", "fp8", "fp8_per_channel"] = "none"
@@ -93,6 +107,10 @@ class RolloutConfig:
         world = int(os.environ.get("WORLD_SIZE", 1))
         size = self.tensor_parallel_size
         is_divisor = 1 <= size <= world and world % size == 0
+        for name, kind in get_type_hints(RolloutConfig).items():
+            if get_origin(kind) is Literal:
+                choices = get_args(kind)
+                self._require(name, getattr(self, name) in choices, f"one of {choices}")
         # Below 0.01 vLLM takes 0.01, and the trainer's logits overflow.
         self._require("temperature", 0.01 <= self.temperature <= 2, "from 0.01 to 2; try 1.0")
         self._require("top_p", self.top_p == 1, "1: the trainer scores whole distributions")
@@ -151,7 +169,7 @@ class Engine:
         self.config = config
         self.dtype = torch.bfloat16 if is_half else torch.float32
         self.max_model_len = max_prompt_tokens + config.max_response_tokens
-        self.state: Literal["asleep", "weights", "ready"] = "asleep"
+        self.state: Literal["asleep", "weights", "ready", "interrupted"] = "asleep"
         # By hash of a prompt: the length of its last response.
         self.expected_lengths: dict[int, int] = {}
         self.backend = make_backend(
@@ -173,13 +191,18 @@ class Engine:
     def awake(self) -> Iterator[None]:
         """Inside, the engine's weights have memory; at the end it sleeps.
 
-        It must load_weights before it can generate.
+        It must load_weights before it can generate. After an exception it is put to sleep by the
+        next awake(): a job ends by the exception, a session goes on.
         """
-        self._require("asleep", "awake() may not be nested")
+        self._require("asleep interrupted", "awake() may not be nested")
+        if self.state == "interrupted":
+            self.backend.sleep()
         self.backend.wake_weights()
         self.state = "weights"
-        yield
-        # Not in a finally: after an error the engine may be in any state, and the job ends.
+        try:
+            yield
+        finally:
+            self.state = "interrupted"
         self.backend.sleep()
         self.state = "asleep"
 
@@ -221,6 +244,10 @@ class Engine:
         that ended at one time, while others still run.
         """
         self._require("ready", "generate() needs load_weights() first, inside `engine.awake()`")
+        for prompt in prompts:
+            if not (isinstance(prompt, list) and prompt and isinstance(prompt[0], int)):
+                rule = "must be a list of token ids, at least one, as tokenizer(text).input_ids"
+                raise ValueError(f"prompt {prompt!r:.80}: {rule}")
         temperature = self.config.temperature if temperature is None else temperature
         seed = int(torch.randint(1 << 31, ())) if seed is None else seed
         rollouts: list[Rollout | None] = [None] * (len(prompts) * num_samples)

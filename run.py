@@ -1,4 +1,6 @@
-"""A run begins and ends: process group, command line, directory, refusals.
+# SPDX-FileCopyrightText: 2026 handful contributors (run.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
+"""A run begins and ends: process group, command line, directory, errors.
 
 The problem. Much of what goes wrong before the first step is the user's to mend, and that starts
 with the message. A traceback from eight ranks hides it; a setting of the wrong type is found an
@@ -10,14 +12,17 @@ How it works.
        no --model        the built-in job's settings
        otherwise         the dataclass's own
    Flags go over them. A file's settings are checked as flags are: names, types, choices, ranges.
-2. `refusals` is the block in which bad input may show up. What is raised there for the user
-   (ValueError, OSError) ends the job in one line, whichever rank meets it.
+2. Inside `one_line_errors` a ValueError or OSError ends the job in a line, whoever meets it.
 3. `RunConfig.open` makes the run's directory and locks it for as long as the process lives. An
    earlier run of that name is kept under a number, unless it is resumed.
 4. An uncaught exception ends its rank at once, without the clean-up that waits for collectives
    which nobody joins any more. torchrun then ends the others.
-
 Source: tyro for the command line; torchrun's environment variables for the process group.
+
+Copied:
+    from run import init_distributed
+    mesh = init_distributed(seed=0, timeout_s=600)
+    print(mesh.mesh_dim_names)  # ('shard',)
 """
 
 from __future__ import annotations
@@ -54,15 +59,15 @@ class RunConfig:
     name: str = "run"
     """The run's own directory in it; an earlier run of that name is renamed, unless resumed."""
     save_minutes: float = 10.0
-    """Save the state every this many minutes, but in 2 % of the time, and at the end; 0: off."""
+    """Save the state every this many minutes, at most 2 % of the time, and at the end; 0: off."""
     save_every: int = 0
-    """Save it every this many steps as well, and at the end; 0: off."""
+    """Save the state every this many steps as well, and at the end; 0: off."""
     keep: int = 2
     """Newest saved states to keep."""
     resume: bool = False
     """Continue this name's run from its newest saved state."""
     max_skipped: int = 8
-    """Stop after this many minibatches in a row that were skipped: their gradients not finite."""
+    """Stop after this many minibatches in a row were skipped, as their gradient was not finite."""
 
     def __post_init__(self):
         is_name = self.name not in ("", ".", "..") and "/" not in self.name
@@ -79,9 +84,9 @@ class RunConfig:
         return Path(self.output_dir) / self.name
 
     def check(self, settings: Any, *model_paths: str) -> None:
-        """ValueError, before memory is taken, if open() could not do its work: a run of this name
-        goes on, a model lies in its directory, the disk has no room for what is learned, or a
-        resume has no state or unlike settings."""
+        """ValueError, before memory is taken, if open() could not do its work: another process is
+        at work on this name's run, a model lies in its directory, the disk has no room for the
+        trained model, or a resume has no saved state or other settings."""
         for path in filter(None, model_paths):
             if self.directory.resolve() in Path(path).resolve().parents:
                 where = "lies in the directory of this run"
@@ -137,7 +142,7 @@ class RunConfig:
 
     def _changes(self, known: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         """{flag: (its value in config.json, its value in `known`)} where they differ."""
-        earlier = _flat(_read_settings(self.directory / "config.json", "--resume"))
+        earlier = _flat(read_settings(self.directory / "config.json", "--resume"))
         now = _flat(known)
         return {flag: (x, now.get(flag)) for flag, x in earlier.items() if x != now.get(flag)}
 
@@ -155,6 +160,8 @@ class RunConfig:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             who = (self.directory / "lock").read_text().strip() or "?"
+            if who == f"{os.getpid()} on {os.uname().nodename}":
+                who += ", this one,"
             at_work = f"process {who} is at work there; end it or give another one"
             raise ValueError(f"--name {self.name}: {at_work}") from error
         except OSError as error:  # Lustre without -o flock, NFS without lockd
@@ -170,10 +177,10 @@ def _to_json(settings: Any) -> dict[str, Any]:
     return known
 
 
-# What a saved state follows from. A resumed run takes all else from its flags, and prints it.
+# Settings that a saved state depends on. A resumed run may change all others; it prints changes.
 FIXED_ON_RESUME = ("--seed", "--model", "--reward-model", "--critic.path", "--model.master-dtype")
-FIXED_ON_RESUME += ("--data", "--data.weights", "--data.split", "--rollout-every")
-FIXED_ON_RESUME += ("--refresh-every",)  # with it the reference is saved
+FIXED_ON_RESUME += ("--data", "--data.weights", "--data.split")
+FIXED_ON_RESUME += ("--rollout-every", "--refresh-every")
 
 
 def saved_steps(directory: Path) -> list[int]:
@@ -191,7 +198,7 @@ def require(holds: object, flag: str, value: object, rule: str) -> None:
 
 
 @contextlib.contextmanager
-def refusals() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     """Inside, a ValueError or OSError ends the job with one line "error: ..." and exit code 1."""
     try:
         yield
@@ -205,7 +212,8 @@ def refusals() -> Iterator[None]:
 def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
     """A 1-D mesh "shard" over all ranks of torchrun (one without it); selects this rank's device.
 
-    Collectives fail after timeout_s, above the longest rollout or reward. All ranks: one seed.
+    seed: of torch, the same on all ranks. timeout_s: when a collective fails that a rank does not
+    join; it must exceed the longest rollout and reward.
     """
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
     for name, value in alone.items():
@@ -228,8 +236,7 @@ def init_distributed(seed: int, timeout_s: float) -> DeviceMesh:
 def _end_with_parent() -> None:
     """Have Linux end this rank when torchrun is killed, or it would train on and hold its GPU."""
     with contextlib.suppress(AttributeError):  # another system
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _exit_now(kind, value, trace) -> None:
@@ -247,7 +254,7 @@ def _exit_now(kind, value, trace) -> None:
 
 
 def leave() -> None:
-    """End a finished run on all ranks, without what engines print at an exit. Collective."""
+    """End a finished run on all ranks, without what engines print when they exit. Collective."""
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -263,18 +270,13 @@ def command_line(default: Any, built_in: Mapping[str, Any], description: str) ->
     description += "\n--config FILE starts from an earlier run's config.json; flags go over it."
     try:
         if (file := _take(argv, "--config")) is not None:
-            default = from_json(default, _read_settings(Path(file), "--config"))
+            default = from_json(default, read_settings(Path(file), "--config"))
         elif _take(list(argv), "--model") in (None, "built-in"):
             default = from_json(default, built_in)
         printed = io.StringIO()
         with contextlib.redirect_stderr(printed):
-            settings = tyro.cli(
-                type(default),
-                args=argv,
-                default=default,
-                description=description,
-                console_outputs=is_first,
-            )
+            options = dict(default=default, description=description, console_outputs=is_first)
+            settings = tyro.cli(type(default), args=argv, **options)
         for flag, value in _flat(asdict(settings)).items():
             values = value if isinstance(value, tuple) else (value,)
             require(all(x == x for x in values), flag, value, "a number")  # NaN passes a "<"
@@ -309,12 +311,21 @@ def _without_frame(text: str, argv: list[str]) -> str:
     line = re.sub(r"^(Unrecognized options|Invalid choice|Missing argument) ", "", line)
     line = re.sub(r"^Value error Error parsing (\w+: )?", "", line)
     stray = line.removeprefix("Unrecognized options: ").split(" ")[0]
-    if stray in argv[1:] and not stray.startswith("-") and line.startswith("Unrecognized"):
-        return f"{argv[argv.index(stray) - 1]} {stray}: a word too many; flags are --name value"
+    if stray in argv and not stray.startswith("-") and line.startswith("Unrecognized"):
+        return f"{_up_to(stray, argv)}: a word too many; flags are --name value"
     return line
 
 
-def _read_settings(file: Path, flag: str) -> dict[str, Any]:
+def _up_to(stray: str, argv: list[str]) -> str:
+    """A flag and its words up to `stray`; where that stands twice, not a flag's first."""
+    places = [i for i, word in enumerate(argv) if word == stray]
+    last = next((i for i in places if not argv[max(0, i - 1)].startswith("--")), places[0])
+    flags = [i for i, word in enumerate(argv[:last]) if word.startswith("--")]
+    return " ".join(argv[max(flags, default=last) : last + 1])
+
+
+def read_settings(file: Path, flag: str) -> dict[str, Any]:
+    """The settings of a run's config.json; ValueError, which begins with `flag`, without one."""
     rule = "give an earlier run's config.json"
     if not file.is_file():
         raise ValueError(f"{flag} {file}: no such file; {rule}")

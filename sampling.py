@@ -1,7 +1,9 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (sampling.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """From prompts to scored groups: draw, decode, score; and the same for evaluation.
 
-The problem. Rewards want text and the engine gives tokens. Decoding and scoring at the end of a
-rollout would wait for each other; one response at a time beside the engine, they would fight it
+The problem. Rewards want text and the engine gives tokens. Decoded and scored after the rollout,
+responses keep the GPU waiting. Decoded one by one during the rollout, they compete with the engine
 for the interpreter's lock.
 
 How it works. The engine hands over the responses that ended in one of its steps. A thread decodes
@@ -11,6 +13,12 @@ tokens inside it are content, such as <think>.
 
 What we give up: rewards that look at tokens; they get text and the data's columns.
 Source: TRL's and verl's names for what a reward function sees.
+
+Copied: draw() takes a rollout.Engine and a rewards.Scorer, or objects with their methods.
+    from sampling import to_groups
+    drawn = {0: ["the first response", "the second"]}
+    [group] = to_groups(["2 + 2"], drawn, [0.0, 1.0])
+    print(group.rewards)  # [0.0, 1.0]
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (scheduler.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """A vLLM scheduler for closed batches: a decode step costs a few array operations.
 
-The problem. vLLM's scheduler looks at each request twice a step: to give it a token and a block,
-and to take its token back. With 512 requests and a model of 135 M parameters a step took 19 ms on
-an H200; the GPU worked 3 of them. A rollout does not need that care. All requests are there from
-the start, and once the prompts are read each takes one token a step until it ends.
+The problem. vLLM's scheduler looks at each request twice a step. With 512 requests and a model of
+135 M parameters a step took 19 ms on an H200; the GPU worked 3 of them. A rollout does not need
+that care: all requests are there from the start, and each takes one token a step until it ends.
 
 How it works. While requests wait, read their prompts or ask for anything unusual, AsyncScheduler
 does everything. When all that run only decode, a window opens. A row of it is a request, a column
@@ -13,26 +14,25 @@ a step; here 7 is a stop id, and the length limits leave 4, 4 and 2 tokens:
     row 1    2  2  9  4     ends by its limit
     row 2    6  1           ends by its limit
 In a window
-- blocks for the next TOKENS_AHEAD tokens of each row are allocated at once. They are not hashed:
-  no other request will have this text;
+- blocks for the next TOKENS_AHEAD tokens of each row are allocated at once, and not hashed;
 - what the model runner is told is what it was told the step before, with positions one larger;
 - a step's ids and log-probabilities are one assignment each, and one comparison finds the rows
   that end. A request's output leaves once, when it ends.
-The Request objects lag behind. When the window closes, they are brought to where AsyncScheduler
-would have them, and it goes on from there. A window closes when a request arrives, when the pool
-lacks blocks, when the engine pauses. It stays open while requests only wait for a place, until
+The Request objects lag behind until the window closes. It closes when a request arrives, when the
+pool lacks blocks, when the engine pauses. It stays open while requests only wait for a place, until
 FREE_SHARE of the places is free: else it would open and close with each response that ends.
 
-The same tokens come out, bit for bit, as long as a sample does not depend on which requests are in
-the batch beside it.
-
+The same tokens come out, bit for bit, as long as a sample does not depend on its neighbours.
 Log-probabilities stay here: vLLM would append them to Python lists one by one. take_logprobs()
 returns those of a request that has ended, if it asked for the sampled token's alone.
+What we give up: vLLM's scheduler interface is not public, so versions that were not tested keep
+vLLM's own. Requests with stop strings, grammars, minimum lengths, more log-probabilities, adapters
+or images never enter a window. Source: vLLM's Scheduler and AsyncScheduler, 0.26 and 0.32.
 
-What we give up: vLLM says that its scheduler interface is not public. So the class is built for
-the versions that it was tested on; others keep vLLM's own. Requests with stop strings, grammars,
-minimum lengths, more log-probabilities, adapters or images never enter a window.
-Source: vLLM's Scheduler and AsyncScheduler, 0.26 and 0.32.
+Copied, with vllm, VLLM_ENABLE_V1_MULTIPROCESSING=0 and a model in the directory tiny:
+    from scheduler import closed_batch_scheduler
+    from vllm import LLM
+    LLM("tiny", scheduler_cls=closed_batch_scheduler(), gpu_memory_utilization=0.4)
 """
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (vllm_backend.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """vLLM inside the training processes: the fast backend of rollout.Engine.
 
 The problem. vLLM is a server that owns its GPU, its weights and its processes. Here it must live in
@@ -24,6 +26,19 @@ keep bf16. On SmolLM2 the log-probabilities of sampler and trainer then differ b
 
 What we give up: vLLM's server, its tokenizer, speculative decoding, LoRA kernels.
 Source: Kwon 2023 (PagedAttention, arXiv:2309.06180). vLLM 0.26 to 0.32.
+
+Copied, with rollout.py, vllm and transformers. For all engines of the process it sets
+VLLM_ENABLE_V1_MULTIPROCESSING=0 and changes the norms in bf16. Make your process group before.
+    from rollout import Engine, RolloutConfig
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from vllm_backend import VllmBackend
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=64, n_layer=2, n_head=2))
+    model.save_pretrained("tiny")
+    config = RolloutConfig(max_response_tokens=4)
+    engine = Engine(VllmBackend, "tiny", config, max_prompt_tokens=8, num_samples=2, stop_ids=[1])
+    with engine.awake():
+        engine.load_weights([list(model.named_parameters())])
+        print(engine.generate([[5, 6, 7]], num_samples=2))
 """
 
 from __future__ import annotations
@@ -32,6 +47,7 @@ import contextlib
 import copy
 import logging
 import os
+import socket
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -39,6 +55,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 # What vLLM raises where it has no kernel, no room or no rule for a model.
@@ -72,10 +89,14 @@ class VllmBackend:
         self.max_model_len = max_model_len
         self.max_num_seqs = config.max_num_seqs or min(1024, num_samples)
         self.stop_ids = stop_ids
+        # What ranks share on a CPU: of this job, by the port of torchrun's store, and this engine.
+        engine = int(os.environ.get("RANK", 0)) // config.tensor_parallel_size
+        self.memory_name = f"handful{os.environ.get('MASTER_PORT', 0)}.{engine}"
         self.inner_ids: dict[int, str] = {}  # vLLM's names of the requests that run
         self.on_gpu = torch.cuda.is_available()
         self.sleeps = self.on_gpu and config.sleep_level > 0
         self.fp32_residual = dtype == torch.bfloat16 and config.quantization == "none"
+        _name_rank()
         # In this process, and set before the import.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -100,6 +121,7 @@ class VllmBackend:
             vllm._custom_ops._supports_onednn = False
             # It binds all memory of this process, the trainer's too, to one NUMA node, and warns.
             torch.ops._C.init_cpu_memory_env = lambda nodes: None
+            _name_shared_memory(self.memory_name)
         # It warms up penalties, bad words and more, request by request, for 16 s. Nobody here asks
         # for any of it.
         params = self._sampling_params(1.0)
@@ -165,11 +187,9 @@ class VllmBackend:
             pass
 
     def _clean_up(self) -> None:
-        # What ranks share on CPU has the same name in every job; left behind by a killed one, it
-        # would fail the next.
-        for file in [] if self.on_gpu else Path("/dev/shm").glob("*-cpushm_*"):
-            # Another rank was faster, or it is another user's.
-            with contextlib.suppress(FileNotFoundError, PermissionError):
+        # All ranks of the engine have opened what they share. A job that is killed leaves no name.
+        for file in Path("/dev/shm").glob(f"{self.memory_name}-*-cpushm_*"):
+            with contextlib.suppress(FileNotFoundError):  # another rank was faster
                 file.unlink()
         finalizer = getattr(self.llm.llm_engine.engine_core, "_finalizer", None)  # none in 0.26
         if finalizer is not None:
@@ -198,7 +218,10 @@ class VllmBackend:
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
     def sleep(self) -> None:
-        """Memory goes back to the trainer."""
+        """Memory goes back to the trainer; requests that an exception left running are dropped."""
+        if self.inner_ids:
+            self.llm.llm_engine.abort_request([str(index) for index in self.inner_ids])
+            self.inner_ids.clear()
         if self.sleeps:
             self.llm.sleep(level=self.config.sleep_level)
 
@@ -282,6 +305,22 @@ class VllmBackend:
         )
 
 
+def _name_rank() -> None:
+    """What vLLM reads of torchrun's variables, for a process that was started without it."""
+    if os.environ.keys() >= {"RANK", "LOCAL_RANK"}:
+        return
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        rule = "set them as torchrun does, before the engine is made"
+        raise ValueError(f"vLLM reads RANK and LOCAL_RANK of the environment: {rule}")
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
+    if not dist.is_initialized():  # vLLM makes the process group
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        os.environ.setdefault("MASTER_ADDR", "localhost")
+        os.environ.setdefault("MASTER_PORT", str(port))
+
+
 def _reason(error: BaseException) -> str:
     """Why vLLM does not sample from a model, and what to do, in one line."""
     place = traceback.extract_tb(error.__traceback__)[-1]
@@ -303,6 +342,20 @@ def _globals_restored() -> Iterator[None]:
     torch.set_num_threads = set_num_threads
     torch.set_num_threads(num_threads)
     os.environ["LOCAL_WORLD_SIZE"] = local_world_size
+
+
+def _name_shared_memory(name: str) -> None:
+    """From now on the names of what ranks share on a CPU begin with `name`.
+
+    vLLM gives them the same name in every job of a host: one that starts meanwhile would join it.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    def make_group_name(communicator) -> str:
+        ranks = "-".join(map(str, communicator.ranks))
+        return f"{name}-{communicator.unique_name}-[{ranks}]-cpushm"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
 
 
 def _keep_residual_in_fp32() -> None:

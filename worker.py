@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 handful contributors (worker.py of handful 0.1.0)
+# SPDX-License-Identifier: MIT-0
 """Worker: a process that runs reward functions for rewards.py, and little else.
 
 It imports neither torch nor the training script, so it starts in 50 ms. What it is asked and what
@@ -14,6 +16,12 @@ What a function prints goes to stderr, the first MAX_PRINTED characters of each 
 
 A function may name packages that it imports when it is called (f.packages = ("sympy",)): they are
 imported at the start, before the clock of a call runs, and a missing one is refused there.
+
+Copied:
+    from worker import evaluate
+    def length(response):
+        return -len(response)
+    print(evaluate(length, [{"response": "four"}]))  # [(-4.0, '')]
 """
 
 import contextlib
@@ -35,7 +43,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 FILE = os.path.abspath(__file__)
-BUILT_IN = {"math": "math_reward", "exact": "exact_rewards", "reasoning_gym": "gym_reward"}
+BUILT_IN = {"math": ("answers.py", "math_reward"), "exact": ("answers.py", "exact_rewards")}
+BUILT_IN["reasoning_gym"] = ("worker.py", "gym_reward")
 MAX_PRINTED = 4000
 MAX_REWARD = 1e18  # its square, in a critic's loss, must be finite in fp32
 BATCH = {"responses", "completions"}
@@ -52,7 +61,7 @@ def serve(connection: Connection, callables: Mapping[str, Callable] = {}) -> Non
     worker = os.getpid()
 
     def stay(number: int, frame: Any) -> None:
-        """A signal to all processes of a run: its step is finished, with the rewards of calls."""
+        """Ignore a signal to all processes of a run: it finishes its step, which needs rewards."""
         if os.getpid() != worker:  # a function's own child
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -73,7 +82,7 @@ def serve(connection: Connection, callables: Mapping[str, Callable] = {}) -> Non
         batched = [known["batched"] for known in reply if functions]
         while True:
             index, samples, limit_s = connection.recv()
-            # Those that are scored one by one are unpickled so: a bad one takes no other with it.
+            # Samples that are scored one by one are unpickled one by one: each fails for itself.
             for part in [samples] if batched[index] else ([pickle.loads(x)] for x in samples):
                 # Ends the process if no trainer is left to kill it.
                 faulthandler.dump_traceback_later(limit_s + 5, exit=True, file=silence)
@@ -153,13 +162,15 @@ def load_function(spec: str, time_limit_s: float) -> Callable:
         return lambda **sample: post(spec, sample, time_limit_s)
     path, _, name = spec.rpartition(":")
     if spec in BUILT_IN:
-        path = os.path.join(os.path.dirname(FILE), "answers.py")
-        name = BUILT_IN[spec]
+        file, name = BUILT_IN[spec]
+        path = os.path.join(os.path.dirname(FILE), file)
     if not os.path.isfile(path):
         missing = f"{path}, which holds {spec}, is not there"
         kinds = f"{', '.join(BUILT_IN)}, file.py:function or a URL"
         raise ValueError(missing if spec in BUILT_IN else f"no file and function {spec!r}: {kinds}")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # for its imports beside it
+    # For its imports beside it; behind the standard library, since a logging.py may lie there too.
+    packages = (i for i, entry in enumerate(sys.path) if entry.endswith("-packages"))
+    sys.path.insert(next(packages, len(sys.path)), os.path.dirname(os.path.abspath(path)))
     module = importlib.import_module(os.path.basename(path).removesuffix(".py"))
     if not os.path.samefile(module.__file__, path):
         raise ValueError(f"the name of {path} is taken by {module.__file__}; rename the file")
@@ -169,6 +180,18 @@ def load_function(spec: str, time_limit_s: float) -> Callable:
     for package in getattr(function, "packages", ()):  # imported before the clock runs
         importlib.import_module(package)
     return function
+
+
+def gym_reward(response: str, entry: dict) -> float:
+    """The reward by the verifier of the reasoning_gym data set that made the sample's entry."""
+    import reasoning_gym
+
+    verifier = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
+    text = response.rsplit("<answer>", 1)[-1].split("</answer>")[0].strip()
+    return verifier(text, entry)
+
+
+gym_reward.packages = ("reasoning_gym",)  # imported when the worker starts
 
 
 def evaluate(function: Callable, samples: list[dict]) -> list[Outcome]:
@@ -210,7 +233,7 @@ def _columns(parameters: Mapping[str, inspect.Parameter], samples: list[dict]) -
 
 
 def _outcome(value: Any) -> Outcome:
-    # What __float__ raises: None, a string, a tensor of several elements.
+    # None, a string, a tensor of several elements: whatever their __float__ raises.
     with contextlib.suppress(Exception):
         if math.isfinite(value) and abs(float(value)) <= MAX_REWARD:
             return float(value), ""
@@ -233,6 +256,20 @@ def post(url: str, sample: dict, time_limit_s: float) -> float:
                 raise
             time.sleep(0.05 * 2**attempt * time_limit_s)
     raise AssertionError("the third attempt returns or raises")
+
+
+def probe(url: str, time_limit_s: float) -> None:
+    """ValueError if nothing answers at the address; any HTTP status is an answer."""
+    from http.client import HTTPException
+    from urllib.error import HTTPError
+    from urllib.request import urlopen
+
+    try:
+        urlopen(url, timeout=time_limit_s).close()
+    except HTTPError as status:
+        status.close()
+    except (OSError, HTTPException, ValueError) as error:
+        raise ValueError(f"--reward.functions {url}: does not answer ({error})") from None
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ PPO_SETTINGS = SETTINGS | dict(
 )
 
 
-def prepare(args):
+def with_paths(args):
     """`args` with paths in place of "built-in": the model, what it learns from, what is held out.
 
     args: the Args of an entry script. Collective: rank 0 makes what is not there yet. Raises

@@ -7,14 +7,19 @@ collectives work.
 """
 
 import contextlib
+import importlib
 import multiprocessing
 import pickle
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
+
+# Most of what an engine imports: seconds, once here instead of on each rank.
+ENGINE = "vllm.entrypoints.llm", "vllm.v1.worker.gpu_worker"
 
 
 @contextlib.contextmanager
@@ -24,6 +29,8 @@ def lab(world_size: int, setup: Callable, *, timeout_s: float = 600.0) -> Iterat
     """
     import cloudpickle  # vLLM brings it
 
+    for name in ENGINE:
+        importlib.import_module(name)
     ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(world_size)), strict=True)
     failures = []
 
@@ -66,6 +73,9 @@ def lab(world_size: int, setup: Callable, *, timeout_s: float = 600.0) -> Iterat
 def _serve(pipes: tuple, setup: Callable) -> None:
     pipe = pipes[dist.get_rank()]
     pipe.send_bytes(b"here")
+    if not torch.cuda.is_available():
+        # There vLLM compiles one function, the rank of a token, in 3 s. Nobody reads the rank.
+        torch.compiler.set_stance("force_eager")
     kept = setup()
     while request := pipe.recv_bytes():
         fn, args = pickle.loads(request)

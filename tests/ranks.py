@@ -13,6 +13,7 @@ A test calls it like this:
     assert run_ranks(2, total) == [3.0, 3.0]
 """
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -80,6 +81,7 @@ def _rank_main(
     fn: Callable,
     args: tuple,
 ):
+    gc.freeze()  # a collection need not go through all that the parent has made
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1"

@@ -17,7 +17,7 @@ from run import from_json
 
 @pytest.fixture
 def prepared(tmp_path, monkeypatch):
-    """prepare()'s result on one rank, with models that are there already."""
+    """with_paths()'s result on one rank, with models that are there already."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(
         addition, "cached_model", lambda seed, reward_model=False: f"made{seed}{reward_model}"
@@ -26,7 +26,7 @@ def prepared(tmp_path, monkeypatch):
     def prepare(entry, **changes):
         settings = addition.SETTINGS if entry is grpo else addition.PPO_SETTINGS
         args = from_json(entry.Args(), settings | changes)
-        return run_ranks(1, lambda: addition.prepare(args))[0]
+        return run_ranks(1, lambda: addition.with_paths(args))[0]
 
     return prepare
 

@@ -86,25 +86,24 @@ def loaded(directory):
     return step, found, run.numbers()
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 2)])
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, capfd, before, after):
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, capfd, before):
     """speculators#1049: its test compared the states of an optimizer that had never stepped."""
     saved, expected = run_ranks(before, trained_and_saved, tmp_path)[0]
     assert any(x.abs().max() > 0 for name, x in saved.items() if name.endswith("exp_avg_sq"))
     assert all(x == 2 for name, x in saved.items() if name.endswith(" step"))
-    for step, found, then in run_ranks(after, loaded, tmp_path):
-        assert step == 2 and found.keys() == saved.keys()
-        for name, x in saved.items():
-            assert found[name].equal(x), name  # bit by bit, at any number of ranks
-        for name, x in expected.items():
-            if before == after:
-                assert then[name].equal(x), name
-            else:  # gradients of two ranks are averaged in another order
-                torch.testing.assert_close(then[name], x, rtol=1e-4, atol=1e-6, msg=name)
-    said = (
-        f"saved by {before} ranks, loaded by {after}: samples will differ" in capfd.readouterr().out
-    )
-    assert said == (before != after)
+    for after in (1, 2):
+        for step, found, then in run_ranks(after, loaded, tmp_path):
+            assert step == 2 and found.keys() == saved.keys()
+            for name, x in saved.items():
+                assert found[name].equal(x), name  # bit by bit, at any number of ranks
+            for name, x in expected.items():
+                if before == after:
+                    assert then[name].equal(x), name
+                else:  # gradients of two ranks are averaged in another order
+                    torch.testing.assert_close(then[name], x, rtol=1e-4, atol=1e-6, msg=name)
+        told = f"saved by {before} ranks, loaded by {after}: samples will differ"
+        assert (told in capfd.readouterr().out) == (before != after)
 
 
 def test_without_a_process_group_a_plain_model_is_saved_and_loaded_alike(tmp_path):

@@ -16,10 +16,10 @@ from data import (
     load_all,
     load_prompts,
     read_rows,
-    require_columns,
     sampling_seed,
     to_prompts,
 )
+from plan import require_columns
 
 TEMPLATE = (
     "{{ bos_token }}"
@@ -185,6 +185,21 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def test_a_token_of_a_prompt_takes_8_bytes_and_prompts_keep_their_order():
+    """Each was an int of its own, 36 bytes: a million prompts of 300 tokens took 11 GB a rank."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = {f"w{i}": i for i in range(600)}  # Python keeps one object of an int below 257
+    inner = Tokenizer(models.WordLevel(known, unk_token="w0"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    texts = [" ".join(f"w{(7 * i + k) % 600}" for k in range(3)) for i in range(1500)]
+    prompts = to_prompts([{"prompt": text} for text in texts], tokenizer, DataConfig(), "x")
+    assert [words(prompt, tokenizer) for prompt in prompts] == texts
+    assert len({id(token) for prompt in prompts for token in prompt.prompt_ids}) == 600
 
 
 def byte_tokenizer(chat_template=CHATML, single="$A"):

@@ -76,9 +76,16 @@ def test_what_cannot_be_exported_is_refused_in_a_line_and_nothing_is_written(tra
     (full / "model.safetensors").touch()
     empty = tmp_path / "empty"
     shutil.copytree(trained, empty, ignore=shutil.ignore_patterns("step-*"))
+    torn = tmp_path / "torn"
+    other = tmp_path / "other"
+    for directory, text in ((torn, '{"seed": '), (other, '{"seed": 1, "model_path": "x"}')):
+        directory.mkdir()
+        (directory / "config.json").write_text(text)
     for directory, out, step, message in [
         (trained, full, None, "full: is not empty; give another directory"),
-        (tmp_path, tmp_path / "new", None, "has no config.json; give the directory of a run"),
+        (tmp_path, tmp_path / "new", None, "config.json: no such file; give an earlier run's"),
+        (torn, tmp_path / "new", None, "torn/config.json: is not a JSON object; give"),
+        (other, tmp_path / "new", None, "other/config.json: has no model; give the directory of"),
         (trained, tmp_path / "new", 7, "has no saved state of step 7; there are: 1, 2, 3"),
         (empty, tmp_path / "new", None, "has no saved state; there are: none"),
     ]:

@@ -135,8 +135,10 @@ def sharded(path):
     return policy
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_the_gradient_is_the_papers_on_any_ranks_in_any_rows_in_any_order(tmp_path, batch, kind):
+@pytest.mark.parametrize("kind, world_sizes", [("llama", (1, 4)), ("gemma3", (2,))])
+def test_the_gradient_is_the_papers_on_any_ranks_in_any_rows_in_any_order(
+    tmp_path, batch, kind, world_sizes
+):
     """1e-5 of the largest entry: fp32 sums in another order."""
     path = save_tiny(tmp_path, kind, max_position_embeddings=256)
     modes = "token", "sequence", "constant"
@@ -156,7 +158,7 @@ def test_the_gradient_is_the_papers_on_any_ranks_in_any_rows_in_any_order(tmp_pa
                 seen.append((largest_difference(found, reference), num_rows, num_empty))
         return seen
 
-    for world_size in (1, 2, 4):
+    for world_size in world_sizes:
         ranks = run_ranks(world_size, job)
         assert max(difference for seen in ranks for difference, _, _ in seen) < 1e-5
         assert (
@@ -217,14 +219,14 @@ def test_the_gradient_of_one_token_has_the_size_that_a_hand_computes(tmp_path, w
         assert norm == pytest.approx(math.sqrt(64) * math.sqrt(1 - 1 / 14) / TEMPERATURE, rel=1e-4)
 
 
-def test_weights_after_8_optimizer_steps_are_the_same_on_1_2_and_4_ranks(tiny, files, tmp_path):
+def test_weights_after_8_optimizer_steps_are_the_same_on_1_and_4_ranks(tiny, files, tmp_path):
     """The whole trainer, 2 steps of 2 minibatches and 2 epochs, with responses that do not depend
     on the ranks, in rows that hold one sequence or many. Adam makes a step of the size of the
     learning rate of any gradient, rounding errors around 0 included, hence the small rate; and as
     it hides a factor, the norms are compared as well.
     """
     runs = {}
-    for world_size, tokens_per_row in ((1, 512), (1, 22), (2, 64), (4, 22)):
+    for world_size, tokens_per_row in ((1, 512), (1, 22), (4, 22)):
         changes = dict(batch=dict(num_epochs=2, tokens_per_row=tokens_per_row), learning_rate=3e-4)
         args = settings(tiny, files, tmp_path / f"{world_size}-{tokens_per_row}", **changes)
         directory = train(args, world_size, **SCRIPTED)
@@ -407,15 +409,12 @@ def test_a_target_kl_ends_the_step_early(tiny, files, tmp_path):
     def num_optimizer_steps(target_kl):
         changes = dict(num_steps=1, batch=dict(num_epochs=3), loss=dict(target_kl=target_kl))
         count, train_with = counting(tmp_path / f"count{target_kl}")
-        directory = train(
-            settings(tiny, files, tmp_path / str(target_kl), **changes),
-            2,
-            **{"optim.optimizer_step": train_with},
-        )
-        assert count() == 2 * records(directory)[0]["actor/num_updates"]
+        args = settings(tiny, files, tmp_path / str(target_kl), **changes)
+        directory = train(args, **{"optim.optimizer_step": train_with})
+        assert count() == records(directory)[0]["actor/num_updates"]
         return count()
 
-    assert num_optimizer_steps(0.0) == 2 * 6 and num_optimizer_steps(1e-9) == 2 * 1  # on two ranks
+    assert num_optimizer_steps(0.0) == 6 and num_optimizer_steps(1e-9) == 1
 
 
 def groups_of(rewards, truncated):
@@ -441,7 +440,7 @@ def test_masking_truncated_responses_keeps_their_groups_statistics():
         args = from_json(
             grpo.Args(), dict(advantage=dict(mask_truncated=True), batch=dict(group_size=4))
         )
-        advantages = grpo.compare(args, groups)
+        advantages = grpo.advantages_of(args, groups)
         sequences, minibatches = grpo.to_sequences(args, groups, advantages)
         _, [totals] = lay_out(
             sequences, minibatches, BatchConfig(), exchange=exchange, like=grpo.EMPTY
@@ -470,9 +469,9 @@ def test_a_step_with_nothing_to_learn_from_changes_no_weight(tiny, files, tmp_pa
         rollout=dict(ignore_eos=True),
         optim=dict(weight_decay=0.1),
     )
-    train(settings(tiny, files, tmp_path, num_steps=1, run=dict(save_every=1), **changes), 2)
+    train(settings(tiny, files, tmp_path, num_steps=1, run=dict(save_every=1), **changes))
     directory = train(
-        settings(tiny, files, tmp_path, run=dict(save_every=1, resume=True), **changes), 2
+        settings(tiny, files, tmp_path, run=dict(save_every=1, resume=True), **changes)
     )
     assert largest_difference(weights(directory), load_file(f"{tiny}/model.safetensors")) == 0
     assert len(records(directory)) == 2
@@ -518,7 +517,7 @@ def test_dynamic_sampling_keeps_whole_groups_with_spread_and_refills_the_step(
     """
     reward = dict(functions=("odd",))
     batch = dict(prompts_per_step=3, group_size=8, num_minibatches=1)
-    changes = dict(resample_tries=8, reward=reward, batch=batch, num_steps=9)
+    changes = dict(resample_tries=8, reward=reward, batch=batch, num_steps=5)
     for world_size in (1, 2):
         directory = train(
             settings(tiny, files, tmp_path / str(world_size), **changes),
@@ -528,7 +527,7 @@ def test_dynamic_sampling_keeps_whole_groups_with_spread_and_refills_the_step(
         kept = samples(directory)  # one line for each group that is kept, of rank 0's
         assert all(int(sample["prompt"].split("=")[0].split("+")[0]) % 2 for sample in kept)
         assert world_size > 1 or [sample["step"] for sample in kept] == [
-            step for step in range(9) for _ in range(3)
+            step for step in range(5) for _ in range(3)
         ]
         assert all(
             0 < record["reward/frac_zero_std"] < 1 for record in records(directory)
@@ -1052,23 +1051,16 @@ def run_command(*arguments, num_ranks=0, program=None, **environment):
 SMALL = "--data.max-prompt-tokens", "16", "--rollout.max-response-tokens", "8", "--model"
 
 
-def test_a_refused_command_takes_less_than_10_seconds_and_20_if_it_reads_data(tiny):
+def test_a_refused_command_takes_less_than_10_seconds_also_if_it_reads_data(tiny):
     """Seconds of this program's own work, so that the test holds on a machine that does other
     things too.
     """
-    for arguments, limit_s, message in (
-        (("--group-size", "1"), 10, "--group-size 1: must be at least 2; try 8"),
-        (
-            ("--data", "nowhere.jsonl", *SMALL, tiny),
-            20,
-            "error: --data nowhere.jsonl: no such file",
-        ),
-    ):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        _, code, output = run_command(*arguments)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert code != 0 and message in output and "Traceback" not in output
-        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < limit_s
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    _, code, output = run_command("--data", "nowhere.jsonl", *SMALL, tiny)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert code != 0 and "error: --data nowhere.jsonl: no such file" in output
+    assert "Traceback" not in output
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
 
 
 # With torchrun and vLLM
@@ -1216,7 +1208,7 @@ def test_advantages_are_scaled_only_where_the_settings_say(scale_by_std, expecte
     """Of rewards 1 0 0 0: the mean is 1/4, the deviation 1/2."""
     changes = dict(advantage=dict(scale_by_std=scale_by_std), batch=dict(group_size=4))
     groups = groups_of([[1.0, 0.0, 0.0, 0.0]], [[0, 0, 0, 0]])
-    found = grpo.compare(from_json(grpo.Args(), changes), groups)
+    found = grpo.advantages_of(from_json(grpo.Args(), changes), groups)
     assert found[0].tolist() == pytest.approx(expected, abs=1e-5)
 
 
@@ -1227,7 +1219,7 @@ def test_an_overlong_response_loses_reward():
     ]
     changes = dict(advantage=dict(overlong_buffer=2, scale_by_std=False), batch=dict(group_size=2))
     args = from_json(grpo.Args(), changes | dict(rollout=dict(max_response_tokens=4)))
-    found = grpo.compare(args, [grpo.Group(0, None, rollouts, [1.0, 1.0])])
+    found = grpo.advantages_of(args, [grpo.Group(0, None, rollouts, [1.0, 1.0])])
     assert found.tolist() == [[0.5, -0.5]]
 
 

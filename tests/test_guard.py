@@ -54,14 +54,25 @@ def save(watch, clock, took_s):
 
 
 def test_the_state_is_saved_every_ten_minutes_and_at_the_end(clock):
-    watch = make(num_steps=9)
+    watch = make(num_steps=8)
     found = []
-    for step in range(9):
+    for step in range(8):
         clock.now += 200
         found.append(watch.is_save_due(step))
         if found[-1]:
             save(watch, clock, 1)
-    assert found == [False, False, True, False, False, True, False, False, True]
+    assert found == [False, False, True, False, False, True, False, True]
+
+
+def test_the_minutes_until_the_next_save_begin_when_the_last_one_has_ended(clock):
+    watch = make()
+    clock.now += 600
+    assert watch.is_save_due(0)
+    save(watch, clock, 10)
+    clock.now += 599
+    assert not watch.is_save_due(1)
+    clock.now += 1
+    assert watch.is_save_due(2)
 
 
 @pytest.mark.parametrize("step_s", [20, 40])
@@ -136,6 +147,22 @@ def test_a_save_that_fails_is_said_and_tried_again_later(clock, capsys):
     assert watch.is_save_due(2)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stop_says_whether_its_state_was_saved(clock, capsys, monkeypatch, fails):
+    codes = []
+    monkeypatch.setattr(guard.os, "_exit", codes.append)
+    watch = make(num_steps=4)
+    watch._asked = signal.SIGTERM
+    assert watch.is_save_due(0)
+    with watch.saving():
+        if fails:
+            raise OSError("full")
+    watch.leave_if_over(0)
+    state = "NOT saved" if fails else "saved; the same command with --resume goes on"
+    assert capsys.readouterr().out.endswith(f"stopped after step 1 of 4 (SIGTERM): {state}\n")
+    assert codes == [128 + signal.SIGTERM]
+
+
 # Signals
 
 PROGRAM = """
@@ -156,10 +183,17 @@ for step in range(100):
 """
 
 
+def hear_signals():
+    """Those that nohup, or a shell's &, would have ignored in this process and all below it."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start(step_s, **env):
     command = [sys.executable, "-c", PROGRAM, str(step_s)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    job = subprocess.Popen(command, cwd=ROOT, env=os.environ | env, **pipes)
+    options = dict(cwd=ROOT, env=os.environ | env, preexec_fn=hear_signals)
+    job = subprocess.Popen(command, **options, **pipes)
     assert job.stdout.readline() == "up\n"
     return job
 
@@ -357,6 +391,15 @@ def test_a_skipped_minibatch_is_counted_and_its_samples_are_written(tmp_path, cl
     assert not watch.is_save_due(6)
     watch.count("actor", math.nan, 6, [], meter)
     assert watch.is_save_due(6)
+
+
+def test_a_minibatch_that_all_ranks_skip_is_one(tmp_path):
+    def job():
+        meter = Metrics()
+        make(tmp_path).count("actor", math.nan, 0, [], meter)
+        return meter.reduce()["actor/skipped"]
+
+    assert run_ranks(2, job) == [1.0, 1.0]
 
 
 def test_a_full_disk_does_not_end_the_run_that_skips(clock, capsys):

@@ -151,7 +151,9 @@ def test_bandwidth_is_the_bytes_that_a_rank_must_send_over_the_median_of_the_slo
 
 def test_the_memory_of_the_process_is_what_it_holds():
     before = hardware.Device().memory_gb()["host"]
-    held = torch.ones(1 << 26)  # 256 MiB
+    held = torch.empty(1 << 26)  # 256 MiB of addresses
+    assert hardware.Device().memory_gb()["host"] - before < 0.1
+    held.fill_(1)
     assert hardware.Device().memory_gb()["host"] - before == pytest.approx(0.25, abs=0.1)
     del held
 
@@ -175,3 +177,13 @@ def test_a_phase_has_the_most_memory_that_was_seen_and_a_mean_of_ten_samples_or_
     assert device.mean_utilization("update") is None
     device._samples *= 4
     assert device.mean_utilization("update") == 50.0
+
+
+@pytest.mark.parametrize("name", ["python", "a b", "x) S 1 (y"])
+def test_a_program_of_any_name_has_its_own_age(monkeypatch, name):
+    """/proc gives the name in brackets, spaces and all."""
+    hertz = os.sysconf("SC_CLK_TCK")
+    text = f"7 ({name}) S {' '.join(map(str, range(4, 22)))} {100 * hertz} 23 24"
+    monkeypatch.setattr(hardware, "Path", lambda path: SimpleNamespace(read_text=lambda: text))
+    monkeypatch.setattr(hardware.time, "clock_gettime", lambda clock: 160.0)
+    assert hardware.process_age() == 60.0

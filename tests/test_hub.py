@@ -455,10 +455,10 @@ def test_a_tokenizer_of_a_type_that_is_not_known_is_refused_in_one_line(
 
 
 def test_what_is_a_fault_of_our_own_is_no_broken_file():
-    from hub import _said_of
+    from hub import _explained
 
     for kind in (AssertionError, KeyboardInterrupt, NotImplementedError):
-        with pytest.raises(kind), _said_of("--model a/b: is broken"):
+        with pytest.raises(kind), _explained("--model a/b: is broken"):
             raise kind
 
 

@@ -841,6 +841,35 @@ def test_several_machines_meet_at_the_first_one(machine):
     )
 
 
+@pytest.mark.parametrize("address", ["127.0.1.1", "127.0.0.1", None, "10.0.0.7"])
+def test_a_host_whose_name_is_its_own_alone_is_told_which_variable_to_set(
+    monkeypatch, capsys, address
+):
+    """Gloo took 127.0.1.1 from /etc/hosts, and ranks of other hosts waited until the timeout."""
+    import socket
+
+    def look_up(name):
+        if address is None:
+            raise socket.gaierror("Name or service not known")
+        return address
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+    monkeypatch.setattr(socket, "gethostbyname", look_up)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr("torch.distributed.run.run", lambda args: None)  # it would wait for host0
+    if address == "10.0.0.7":
+        assert launch.unreachable("host0") == ""
+        return
+    command = "--nnodes 2 --node-rank 1 --master-addr host0 --master-port 29500 grpo.py"
+    assert launch.torchrun(*command.split()) == 2
+    told = f"error: this host's name node1 means {address or '127.0.0.1'}, which other hosts do not"
+    err = capsys.readouterr().err
+    assert err.startswith(told) and "set GLOO_SOCKET_IFNAME to" in err and err.count("\n") == 1
+    assert launch.unreachable("localhost") == launch.unreachable("127.0.0.1") == ""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert launch.unreachable("host0") == ""
+
+
 @pytest.mark.slow
 def test_a_failed_rank_has_the_last_word_and_its_exit_code_is_kept(tmp_path):
     script = tmp_path / "x.py"

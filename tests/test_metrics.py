@@ -544,16 +544,16 @@ def test_total_takes_a_number():
     assert run_ranks(2, lambda: total((1 << 24) + dist.get_rank())) == [(2 << 24) + 1.0] * 2
 
 
-def test_a_lap_takes_the_time_since_the_last_timer_or_lap():
+def test_time_is_added_since_the_last_timer_or_the_last_time():
     def on_a_rank():
         clock = Clock()
         metrics = Metrics(before_s=3.0)
         clock.now += 1.0
-        metrics.lap("import")
+        metrics.add_time("import")
         with metrics.timer("data"):
             clock.now += 4.0
         clock.now += 0.5
-        metrics.lap("models")
+        metrics.add_time("models")
         return metrics.reduce(), metrics.reduce()
 
     [(record, later)] = run_ranks(1, on_a_rank)

@@ -17,7 +17,9 @@ both = pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
     [
         (dict(num_steps=0), "--num-steps 0: must be at least 1; try 200"),
         (dict(learning_rate=1.0), "--learning-rate 1.0: must be above 0 and below 1; try 1e-6"),
+        (dict(learning_rate=0.0), "--learning-rate 0.0: must be above 0 and below 1; try 1e-6"),
         (dict(seed=-5), "--seed -5: must be at least 0"),
+        (dict(seed=2**32), f"--seed {2**32}: must be at least 0, and below 2.32"),
         (dict(timeout_s=0.0), "--timeout-s 0.0: must be at least 1; try 3600"),
         (dict(eval_every=-1), "--eval-every -1: must be at least 0"),
         (dict(eval_samples=4), "--eval-samples 4: must be 0, or with --eval-every 20"),
@@ -95,3 +97,21 @@ def test_a_warm_up_that_the_run_does_not_survive_is_said_in_the_plan(capfd):
         run_ranks(1, print_plan, args, [[0]], [])
         warning = f"warning  --optim.warmup-steps 10 outlast the run of {num_steps} steps\n"
         assert (warning in capfd.readouterr().out) == is_told
+
+
+@both
+def test_each_further_pass_over_a_batch_may_be_left_out_by_the_target(entry):
+    one = dict(prompts_per_step=8, num_minibatches=1, num_epochs=1)
+    for more in (dict(num_epochs=2), dict(num_minibatches=2)):
+        from_json(entry.Args(), dict(loss=dict(target_kl=0.1), batch=one | more))
+    if entry is ppo:
+        from_json(ppo.Args(), dict(loss=dict(target_kl=0.1), batch=one, rollout_every=2))
+
+
+def test_ranks_that_share_an_engine_are_one_engine_in_the_plan(capfd):
+    def job():
+        changes = dict(rollout=dict(engine="vllm", tensor_parallel_size=2))
+        print_plan(from_json(grpo.Args(), changes), [[0] * 64], [])
+
+    run_ranks(2, job)
+    assert "   ranks  2; 1 vllm engines\n" in capfd.readouterr().out

@@ -215,7 +215,8 @@ def pretend(directory, num_parameters, num_files=32):
 
 
 def test_the_examples_of_copied_code_do_what_their_comments_say():
-    block = README.split("## Copying a file out")[1].split("\n\n    ")[1]
+    section = README.split("## Copying a file out")[1].split("\n## ")[0]
+    block = re.search(r"(?: {4}.*\n)+", section)[0]
     code, _, comment = block.partition("#")
     scope = {}
     *statements, last = code.strip().splitlines()

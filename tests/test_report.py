@@ -13,13 +13,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import settings, train
 from ranks import run_ranks
 
 import curves
+import grpo
 import hardware
+import ppo
 import report as report_module
 from metrics import Metrics
-from report import LogConfig, Report
+from report import LogConfig, Report, start_wandb
 
 QUIET = LogConfig(plot_every=0)
 
@@ -131,7 +134,8 @@ def test_wandb_gets_one_call_per_step_with_the_trainers_step_also_after_a_resume
     config = LogConfig(wandb_project="mine", plot_every=0)
     logged = []
     for first, last in ((0, 7), (5, 9)):
-        report = Report(tmp_path / "run", config, 9, first_step=first, settings={"seed": 3})
+        tracker = start_wandb(config, "run", {"seed": 3})
+        report = Report(tmp_path / "run", config, 9, first, tracker)
         for step in range(first, last):
             logged.append(record(x=step))
             report.write(step, logged[-1])
@@ -155,15 +159,16 @@ def test_a_missing_wandb_is_refused_before_anything_is_loaded(monkeypatch):
     LogConfig()
 
 
-def test_only_the_first_rank_writes_prints_and_calls_wandb(tmp_path):
+def test_only_the_first_rank_writes_prints_and_calls_wandb(tmp_path, wandb):
     def on_a_rank():
         directory = tmp_path / str(dist.get_rank())
+        tracker = start_wandb(LogConfig(wandb_project="mine"), "run")
         report = Report(directory, QUIET, 1)
         report.write_samples(0, [group("a", torch.tensor([1]), 1.0)], str, torch.tensor([[0.5]]))
         report.write(0, record())
-        return directory.exists()
+        return directory.exists(), tracker is not None
 
-    assert run_ranks(2, on_a_rank) == [True, False]
+    assert run_ranks(2, on_a_rank) == [(True, True), (False, False)]
 
 
 def test_alarms_are_raised_once_each(tmp_path, capsys):
@@ -441,7 +446,28 @@ def test_wandb_without_a_login_is_one_line(tmp_path, monkeypatch, wandb):
 
     monkeypatch.setattr(wandb, "init", init)
     with pytest.raises(ValueError, match=r"^--log.wandb-project mine: api_key not .* or set WANDB"):
-        Report(tmp_path, LogConfig(wandb_project="mine"), 9)
+        start_wandb(LogConfig(wandb_project="mine"), "run")
+
+
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+def test_wandb_without_a_login_changes_no_file_of_an_earlier_run(
+    tiny, files, tmp_path, monkeypatch, wandb, entry
+):
+    """The refusal came when the earlier run of that name had been renamed."""
+
+    def init(**settings):
+        raise wandb.Error("api_key not configured (no-tty)")
+
+    monkeypatch.setattr(wandb, "init", init)
+    earlier = tmp_path / "run" / "config.json"
+    earlier.parent.mkdir()
+    earlier.write_text("{}")
+    args = settings(tiny, files, tmp_path, entry, log=dict(wandb_project="mine"))
+    with pytest.raises(SystemExit, match="^error: --log.wandb-project mine: api_key not"):
+        train(args)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "site"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
+    assert earlier.read_text() == "{}"
 
 
 @pytest.mark.parametrize("error", ["Error", "BrokenPipeError"])
@@ -453,7 +479,8 @@ def test_a_wandb_that_fails_later_is_said_once_and_ends_no_run(
         raise getattr(wandb, error, BrokenPipeError)("gone")
 
     monkeypatch.setattr(wandb.Run, where, fail)
-    report = Report(tmp_path, LogConfig(wandb_project="mine", plot_every=0), 3)
+    config = LogConfig(wandb_project="mine", plot_every=0)
+    report = Report(tmp_path, config, 3, tracker=start_wandb(config, "run"))
     for step in range(3):
         report.write(step, record())
     assert len(records(tmp_path)) == 3

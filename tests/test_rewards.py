@@ -270,7 +270,7 @@ def test_two_files_of_one_name_are_refused(tmp_path):
     [
         ("maths", None, "no file and function .maths.: math, exact"),
         ("{}/none.py:f", None, "no file"),
-        ("{}/mine.py:g", "def f(response): return 1", "has no function 'g'"),
+        ("{}/mine.py:g", "def f(response): return 1", "/mine.py has no function 'g'$"),
         ("{}/mine.py:f", "def f(response) return 1", "SyntaxError"),
         ("{}/mine.py:f", "import a_package_we_lack", "pip install a_package_we_lack"),
         ("{}/mine.py:f", "import os; os._exit(3)", "ended, exit code 3"),
@@ -340,6 +340,11 @@ def test_files_that_are_copied_out_alone_say_which_other_they_lack(tmp_path):
         ),  # one metric
         ({"error_reward": float("nan")}, "--reward.error-reward nan"),
         ({"weights": (float("inf"),)}, "--reward.weights inf"),
+        ({"weights": (0.0,)}, "--reward.weights 0.0: must be not all 0: no"),
+        (
+            {"functions": ("math", "exact"), "weights": (0.0, -0.0)},
+            "--reward.weights 0.0 -0.0: must be not all 0",
+        ),
         ({"num_workers": 0}, "--reward.num-workers 0"),
         ({"time_limit_s": 0.0}, "--reward.time-limit-s 0.0"),
         ({"memory_limit_mb": -1}, "--reward.memory-limit-mb -1"),
@@ -732,6 +737,7 @@ def test_close_ends_every_worker(functions):
     "callables", ["", ", {'f': lambda response: time.sleep(9 * ('x' in response))}"]
 )
 def test_no_worker_outlives_a_trainer_that_is_killed_but_idle_ones_live_on(functions, callables):
+    """A new user's finding: 7 s after the end they wrote "Timeout! Thread 0x..." into the shell."""
     idle = Scorer(RewardConfig((functions + "length",), num_workers=1, time_limit_s=0.1))
     idle.submit(0, samples_of("a")[0])
     idle.collect(1)
@@ -746,13 +752,13 @@ time.sleep(0.2)
 print("both work", flush=True)
 time.sleep(100)
 """
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     trainer = subprocess.Popen([sys.executable, "-c", program], **options)
     trainer.stdout.readline()
     workers = children(trainer.pid)
     assert len(workers) == 2 and all(map(is_running, workers))
     trainer.kill()
-    trainer.communicate()
+    assert trainer.communicate(timeout=20)[1] == b""  # they have ended then, and their pipe
     deadline = time.monotonic() + 8
     while any(map(is_running, workers)) and time.monotonic() < deadline:
         time.sleep(0.1)

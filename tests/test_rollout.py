@@ -5,21 +5,25 @@ vLLM runs for real, on CPU, in ranks that stay alive for this file (see lab.py):
 with an engine each, two ranks that share one.
 """
 
+import contextlib
 import math
+import os
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from engines import ALSO_STOPS, EOS, FP32, LIMIT, PROMPTS, Kept, facts
 from lab import lab
+from ranks import run_ranks
 from tiny import KINDS, save_tiny
 
 from hf_backend import HfBackend
 from model import load_policy
 from reshard import iter_full_params, verify_sync
-from rollout import RolloutConfig
+from rollout import Engine, Rollout, RolloutConfig
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +103,36 @@ def test_so_does_one_engine_over_two_ranks(shared_engine, kind):
     assert_only_a_sync_closes_the_gap(shared_engine(gaps_over_updates, kind))
 
 
+def test_after_an_interruption_in_the_middle_vllm_samples_as_before(one_rank):
+    """A cell of a notebook that is stopped: the requests that ran are dropped."""
+
+    def job(kept):
+        backend = kept.engines["qwen2"].backend
+        inner = backend.llm.llm_engine
+        step = inner.step
+        found = [kept.sample(temperature=0)]
+        running = []
+        for num_steps in (1, 4):
+            left = iter(range(num_steps))
+
+            def interrupted(left=left):
+                if next(left, None) is None:
+                    raise KeyboardInterrupt
+                return step()
+
+            inner.step = interrupted
+            with contextlib.suppress(KeyboardInterrupt):
+                kept.sample(seed=1)
+            inner.step = step
+            running.append(len(backend.inner_ids))
+            found.append(kept.sample(temperature=0))
+        return [facts(each) for each in found], running
+
+    [(found, running)] = one_rank(job)
+    assert all(running)
+    assert found[0] == found[1] == found[2]
+
+
 def test_so_does_the_plain_engine(hf_rank):
     assert_only_a_sync_closes_the_gap(hf_rank(gaps_over_updates, "qwen2"))
 
@@ -120,7 +154,8 @@ def test_samples_are_drawn_from_the_tempered_distribution(each_engine):
     """
 
     def job(kept):
-        rollouts = kept.sample([[3, 4, 5]], 3000)
+        with kept.ready(max_response_tokens=1) as engine:
+            rollouts = engine.generate([[3, 4, 5]], 3000, seed=0)
         counts = Counter(r.response_ids[0].item() for r in rollouts)
         probabilities = {r.response_ids[0].item(): math.exp(r.logprobs[0]) for r in rollouts}
         rest = 1 - sum(probabilities.values())
@@ -158,7 +193,8 @@ def test_every_parameter_of_the_trainer_reaches_the_engine(one_rank):
         policy = kept.policies[kind]
 
         def answer():
-            return kept.sample([[3, 4, 5, 6]], 1, kind=kind, temperature=0.0)[0].logprobs[:1]
+            with kept.ready(kind, max_response_tokens=1) as engine:
+                return engine.generate([[3, 4, 5, 6]], 1, temperature=0.0)[0].logprobs
 
         base, unmoved = answer(), []
         for name, p in policy.named_parameters():
@@ -450,6 +486,20 @@ def test_ranks_that_share_an_engine_hold_the_same_samples(shared_engine):
     assert shared_engine(job, 4)[0] != first
 
 
+def test_ranks_that_share_an_engine_share_memory_under_a_name_of_their_own(shared_engine):
+    """By vLLM it was that of every job on the host. All have opened it: no name is left."""
+
+    def name_of_shared_memory(kept):
+        from vllm.distributed import parallel_state
+
+        communicator = parallel_state.get_tp_group().device_communicator
+        return communicator.dist_module.group_name, os.environ["MASTER_PORT"]
+
+    for name, port in shared_engine(name_of_shared_memory):
+        assert name.startswith(f"handful{port}.0-tp:") and name.endswith("-[0-1]-cpushm")
+        assert not list(Path("/dev/shm").glob(f"handful{port}.*"))
+
+
 @pytest.mark.parametrize("ranks", ["two_engines", "shared_engine"])
 def test_ranks_that_ask_for_different_things_are_told_so_at_once(ranks, request):
     """vllm#12071: nothing enforces equal prompts within a tensor-parallel group, and a difference
@@ -513,3 +563,74 @@ def test_what_would_bias_or_break_training_is_refused(monkeypatch, setting, mess
     with pytest.raises(ValueError) as error:
         RolloutConfig(**setting)
     assert str(error.value).startswith(message)
+
+
+# Over a backend that records what it is asked
+
+
+class Recorder:
+    """Responses of one token more than the prompt's first."""
+
+    def __init__(self, path, config, **sizes):
+        self.sizes = sizes
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda: self.calls.append(name)
+
+    def load(self, weights):
+        self.calls.append("load")
+        list(weights)
+        return set()
+
+    def run(self, prompts, order, num_samples, temperature, seed):
+        self.calls.append(order)
+        for index in range(len(prompts) * num_samples):
+            num = 1 + prompts[index // num_samples][0]
+            yield [(index, torch.zeros(num, dtype=torch.int64), torch.zeros(num), False)]
+
+
+def recorder(**settings):
+    config = RolloutConfig("hf", 8, **settings)
+    sizes = dict(max_prompt_tokens=8, num_samples=10, stop_ids=[EOS])
+    return Engine(Recorder, "", config, **sizes)
+
+
+def test_memory_comes_in_the_order_in_which_there_is_room_for_it():
+    """The KV cache last, once a wake; keys of the old policy are forgotten at each load."""
+    engine = recorder()
+    buckets = [[("a", torch.zeros(3))], [("b", torch.zeros(2, dtype=torch.bfloat16))]]
+    with engine.awake():
+        assert engine.load_weights(buckets) == 3 * 4 + 2 * 2  # bytes
+        engine.load_weights([])
+    load = ["load", "wake_cache", "forget_prefixes", "load", "forget_prefixes"]
+    assert engine.backend.calls == ["wake_weights", *load, "sleep"]
+    assert engine.state == "asleep"
+
+
+def test_prompts_of_the_longest_responses_are_submitted_first_by_what_the_last_ones_were():
+    engine = recorder(length_bins=2)
+    engine.state = "ready"
+    prompts = [[6], [0, 0, 0], [5, 0], [1, 0, 0, 0]]
+    for _ in range(2):
+        rollouts = engine.generate(prompts, 1, seed=0)
+    # By their own lengths at first, then by 7, 1, 6 and 2 tokens.
+    assert engine.backend.calls == [[1, 3, 0, 2], [0, 2, 1, 3]]
+    assert [rollout.prompt_ids.tolist() for rollout in rollouts] == prompts
+
+
+@pytest.mark.parametrize(("size", "num_samples"), [(1, 5), (2, 10)])
+def test_an_engine_is_built_for_its_own_share_of_the_samples(monkeypatch, size, num_samples):
+    monkeypatch.setattr(RolloutConfig, "__post_init__", lambda config: None)
+
+    def job():
+        sizes = recorder(tensor_parallel_size=size).backend.sizes
+        return sizes["num_samples"], sizes["max_model_len"]
+
+    assert run_ranks(2, job) == [(num_samples, 16)] * 2
+
+
+@pytest.mark.parametrize("num", [0, 1, 3])
+def test_a_response_has_tokens_and_a_log_probability_for_each(num):
+    with pytest.raises(AssertionError):
+        Rollout(torch.tensor([3]), torch.zeros(num), torch.zeros(num and 2), False)

@@ -1,10 +1,12 @@
 """A run begins and ends: settings, refusals, the run's directory, the process group."""
 
+import ctypes
 import dataclasses
 import errno
 import io
 import json
 import math
+import multiprocessing
 import os
 import re
 import shutil
@@ -18,6 +20,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
 import grpo
@@ -93,7 +97,10 @@ def test_the_command_line_goes_over_an_earlier_runs_settings(tmp_path, monkeypat
         (["--num-steps", "0"], "error: --num-steps 0: at least 1"),
         (["--num-steps", "many"], "error: --num-steps: invalid literal .* 'many'"),
         (["--num-stepz", "1"], "error: Unrecognized options: --num-stepz, 1.*--num-steps"),
-        (["--limit", "1", "x"], "error: 1 x: a word too many; flags are --name value"),
+        (["--limit", "1", "x"], "error: --limit 1 x: a word too many; flags are --name value"),
+        (["--limit", "1", "--num-steps", "2", "1"], "error: --num-steps 2 1: a word too many"),
+        (["--limit", "1", "1", "--num-steps", "1"], "error: --limit 1 1: a word too many"),
+        (["x", "--limit", "1"], "error: x: a word too many; flags are --name value"),
         (["--limit"], "error: Missing value for argument '--limit'"),
         (["--kind", "x"], "error: invalid choice 'x' for argument '--kind'"),
     ],
@@ -483,56 +490,73 @@ def test_every_settings_file_comes_back_as_it_was():
 
 @pytest.mark.parametrize("who", ["rank 1 alone", "all"])
 def test_what_one_rank_meets_is_printed_once_whichever_rank_it_is(tmp_path, who):
-    """VLM-R1#294: the job ended by a communication error, and the real cause was shown nowhere."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import torch.distributed as dist, run\n"
-        "run.init_distributed(0, 60.0)\n"
-        "with run.refusals():\n"
-        f"    if dist.get_rank() == 1 or {who == 'all'}:\n"
-        "        raise ValueError('--flag 3: must be\\n   less')\n"
-        "    dist.barrier()\n"
-    )
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    job = subprocess.run(
-        [sys.executable, *torchrun, str(program)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )
-    assert job.returncode != 0
-    assert (job.stdout + job.stderr).count("error: --flag 3: must be less\n") == 1, job.stderr
+    """VLM-R1#294: the job ended by a communication error, and the real cause was shown nowhere.
+    run_ranks ends the other rank as torchrun does.
+    """
+
+    def job():
+        sleep = time.sleep
+        run_file.time.sleep = lambda seconds: sleep(seconds / 5)
+        rank = dist.get_rank()
+        try:
+            with run_file.one_line_errors():
+                if rank == 1 or who == "all":
+                    sleep(0.1 * (1 - rank))  # a second line would be the first
+                    raise ValueError("--flag 3: must be\n   less")
+                dist.barrier()
+        except SystemExit as stop:
+            (tmp_path / f"rank{rank}").write_text(f"{stop.code}")
+            raise
+
+    with pytest.raises(SystemExit):
+        run_ranks(2, job)
+    [told] = tmp_path.iterdir()
+    assert told.read_text() == "error: --flag 3: must be less"
+    assert told.name == ("rank0" if who == "all" else "rank1")
+
+
+def in_a_fork(job):
+    """Exit code of a process of its own, without a rank's variables, in which job() runs."""
+
+    def alone():
+        for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"):
+            os.environ.pop(name, None)
+        job()
+
+    process = multiprocessing.get_context("fork").Process(target=alone)
+    process.start()
+    process.join(60)
+    return process.exitcode
 
 
 @pytest.mark.parametrize(
     ("error", "lines"),
     [
-        ("OSError(28, 'No space left on device', 'runs/x')", 1),
-        ("RuntimeError('--reward.max-error-frac 0.25: f raised\\n  x')", 1),
-        ("RuntimeError('of our own')", 3),
-        ("RuntimeError('[x.cc:84] Timed out waiting 20000ms for recv operation to complete')", 1),
-        ("dist.DistStoreError('wait timeout after 60000ms, keys: /x')", 1),
+        (OSError(28, "No space left on device", "runs/x"), 1),
+        (RuntimeError("--reward.max-error-frac 0.25: f raised\n  x"), 1),
+        (RuntimeError("of our own"), 3),
+        (RuntimeError("[x.cc:84] Timed out waiting 20000ms for recv operation to complete"), 1),
+        (dist.DistStoreError("wait timeout after 60000ms, keys: /x"), 1),
     ],
 )
 def test_what_the_user_can_mend_during_a_run_is_one_line_and_a_fault_has_its_traceback(
-    tmp_path, error, lines
+    capfd, error, lines
 ):
     """A full disk was 50 lines, a reward function that fails its report twice."""
-    program = "import torch.distributed as dist, run\nrun.init_distributed(0, 60.0)\n"
-    program += f"raise {error}\n"
-    job = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )
-    assert job.returncode == 1
-    told = [line for line in job.stderr.splitlines() if line.strip()]
+
+    def job():
+        run_file.init_distributed(0, 60.0)
+        try:
+            raise error
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+
+    assert in_a_fork(job) == 1
+    told = [line for line in capfd.readouterr().err.splitlines() if line.strip()]
     if lines == 1:
-        assert len(told) == 1 and told[0].startswith("[rank 0] error: "), job.stderr
-        assert "000ms" not in error or re.search(r"--timeout-s \d0: another rank", told[0]), told
+        assert len(told) == 1 and told[0].startswith("[rank 0] error: "), told
+        is_known = re.search(r"--timeout-s \d0: another rank", told[0])
+        assert "000ms" not in str(error) or is_known, told
     else:
         assert told[0] == "[rank 0] Traceback (most recent call last):"
 
@@ -548,50 +572,35 @@ mesh = init_distributed(7, 300.0)
 """
 
 
-def start(tmp_path, text, num_ranks=0):
-    """Seconds and result of a program that begins with init_distributed, under torchrun if
-    num_ranks.
-    """
-    file = tmp_path / "program.py"
-    file.write_text(START.format(root=str(ROOT)) + text)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    environment = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK")
-    }
-    began = time.monotonic()
-    job = subprocess.run(
-        [sys.executable, *(torchrun if num_ranks else []), str(file)],
-        capture_output=True,
-        text=True,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        timeout=100,
-    )
-    return time.monotonic() - began, job
-
-
-def test_a_program_without_torchrun_is_one_rank_and_takes_no_port(tmp_path):
+def test_a_program_without_torchrun_is_one_rank_and_takes_no_port(capfd):
     """huggingface/trl#3979: a second job on a host died, the port was taken."""
-    text = (
-        "import ctypes, os\nnames = mesh.mesh_dim_names\nhas_port = 'MASTER_PORT' in os.environ\n"
-    )
-    text += "print(mesh.size(), names, has_port, torch.initial_seed())\n"
-    text += (
-        "told = ctypes.c_int()\nctypes.CDLL(None).prctl(2, ctypes.byref(told))\nprint(told.value)"
-    )
-    _, job = start(tmp_path, text)
-    lines = job.stdout.split("\n")
-    assert lines[0] == "1 ('shard',) False 7", job.stderr
+
+    def job():
+        mesh = run_file.init_distributed(7, 300.0)
+        has_port = "MASTER_PORT" in os.environ
+        print(mesh.size(), mesh.mesh_dim_names, has_port, torch.initial_seed())
+        end_with_parent = ctypes.c_int()
+        ctypes.CDLL(None).prctl(2, ctypes.byref(end_with_parent))
+        print(end_with_parent.value, flush=True)
+
+    assert in_a_fork(job) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "1 ('shard',) False 7"
     assert lines[1] == "0"  # it outlives its shell: nohup
 
 
 @pytest.mark.slow
 def test_an_error_on_one_rank_ends_the_job_soon_with_its_traceback(tmp_path):
     """prime-rl#2515: the other ranks waited for the watchdog, whose message hid the cause."""
-    seconds, job = start(
-        tmp_path, "if dist.get_rank() == 1:\n    nonsense\ndist.barrier()\n", num_ranks=2
-    )
+    file = tmp_path / "program.py"
+    text = "if dist.get_rank() == 1:\n    nonsense\ndist.barrier()\n"
+    file.write_text(START.format(root=str(ROOT)) + text)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = dict(capture_output=True, text=True, timeout=100)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    began = time.monotonic()
+    job = subprocess.run([sys.executable, *torchrun, str(file)], env=environment, **options)
+    seconds = time.monotonic() - began
     assert job.returncode != 0 and seconds < 100, seconds  # the barrier's own limit is 300 s
     assert (
         "[rank 1] Traceback" in job.stderr

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import threading
 import time
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import sampling
 from data import Prompt
 from examples import addition
 from hub import load_tokenizer
+from metrics import Metrics
 from rollout import Engine, Rollout, RolloutConfig
 from sampling import draw
 
@@ -253,3 +255,56 @@ def test_an_end_of_turn_that_ended_a_response_is_no_part_of_it():
     engine = engine_that_ends(response=(3, end))
     draw(engine, scorer, tokenizer, [Prompt([3], "1", "", "", {})], 1, seed=0)
     assert scorer[0]["response"] == tokenizer.decode([3])
+
+
+def test_the_engine_does_not_wait_for_texts():
+    """Nothing is submitted before it has ended."""
+    ended = threading.Event()
+
+    class Late(Submitted):
+        def submit(self, index, sample):
+            assert ended.wait(5), "the engine waited"
+            super().submit(index, sample)
+
+    scorer = Late()
+    engine = OneByOne(lambda i: ended.set() if i == 2 else None)
+    prompts = [Prompt([i], f"p{i}", "", "") for i in (3, 4, 5)]
+    draw(engine, scorer, addition.make_tokenizer(), prompts, 1, 0)
+    assert len(scorer) == 3
+
+
+def test_what_was_sampled_is_not_hidden_by_the_datas_columns():
+    scorer = Submitted()
+    columns = {"response": "of the data", "truncated": "yes", "level": 1}
+    prompt = Prompt([3], "p", "7", "", columns)
+    draw(engine_that_ends(response=(3, EOS)), scorer, addition.make_tokenizer(), [prompt], 1, 0)
+    sample = {"prompt": "p", "response": "1", "answer": "7", "truncated": False, "level": 1}
+    assert scorer == [sample]
+
+
+def test_an_evaluation_is_greedy_and_then_of_k_samples_under_names_of_its_own(monkeypatch):
+    """Two prompts of two sets, k = 2."""
+    asked = []
+
+    def drawn(engine, scorer, tokenizer, prompts, num_samples, seed, temperature):
+        asked.append((num_samples, seed, temperature))
+        return {i: ["rollout"] * num_samples for i in range(len(prompts))}
+
+    monkeypatch.setattr(sampling, "draw", drawn)
+    found = {2: [1.0, 0.0], 4: [1.0, 0.0, 0.0, 0.0]}
+    stats = {"error_frac": 0.5, "timeout_frac": 0.25, "f_mean": 9.0}
+    scorer = SimpleNamespace(collect=lambda num: (found[num], stats))
+    prompts = [Prompt([3], "p", "", source) for source in ("easy", "hard")]
+    meter = Metrics()
+    made = sampling.evaluate(None, scorer, None, prompts, 2, 7, meter)
+    assert asked == [(1, 7, 0.0), (2, 7, None)]
+    assert [[group.rewards for group in groups] for groups in made] == [
+        [[1.0], [0.0]],
+        [[1.0, 0.0], [0.0, 0.0]],
+    ]
+    record = meter.reduce()
+    assert record["timing_s/eval"] > 0
+    own = {name: x for name, x in record.items() if name.startswith(("eval/", "reward/"))}
+    rewards = {"eval/reward": 0.5, "eval/easy/reward": 1.0, "eval/hard/reward": 0.0}
+    failed = {"eval/error_frac": 0.5, "eval/timeout_frac": 0.25}
+    assert own == rewards | failed | {"eval/mean@2": 0.25, "eval/pass@2": 0.5}

@@ -2,6 +2,9 @@
 
 import contextlib
 import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -253,6 +256,26 @@ def test_a_model_that_vllm_does_not_take_is_refused_in_a_line(
     assert num_ranks or "Traceback" not in output  # of torchrun, where there are several
 
 
+def test_shared_memory_of_another_job_or_engine_stays(monkeypatch):
+    """By vLLM it has one name on a host: a job that was just starting lost it, or was joined."""
+    others = ["handful99998.1-tp:0-[2-3]", "handful99999.0-tp:0-[0-1]", "-tp:0-[0-1]"]
+    names = [f"{name}-cpushm_0" for name in ["handful99998.0-tp:0-[0-1]", *others]]
+    files = [Path("/dev/shm") / name for name in names]
+    for file in files:
+        file.touch()
+    engine = SimpleNamespace(engine_core=SimpleNamespace())
+    llm = SimpleNamespace(llm_engine=engine)
+    backend = SimpleNamespace(memory_name="handful99998.0", llm=llm)
+    try:
+        VllmBackend._clean_up(backend)
+        assert [file.exists() for file in files] == [False, True, True, True]
+        monkeypatch.setattr(Path, "glob", lambda directory, pattern: files[:1])
+        VllmBackend._clean_up(backend)  # another rank was faster
+    finally:
+        for file in files:
+            file.unlink(missing_ok=True)
+
+
 def test_building_an_engine_takes_nothing_from_the_trainers_generator_and_threads(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     torch.manual_seed(5)
@@ -265,3 +288,95 @@ def test_building_an_engine_takes_nothing_from_the_trainers_generator_and_thread
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.set_num_threads is set_num_threads
     assert os.environ["LOCAL_WORLD_SIZE"] == "3"
+
+
+# What it is asked, on a stub
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """backend(on_gpu, **settings): a VllmBackend around a stub that records its calls."""
+
+    def make(on_gpu, **settings):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(vllm_backend, "_globals_restored", contextlib.nullcontext)
+        for step in ("_build", "_warm_up", "_clean_up"):
+            monkeypatch.setattr(VllmBackend, step, lambda *arguments: None)
+        llm = SimpleNamespace(calls=[])
+        llm.sleep = lambda level: llm.calls.append(("sleep", level))
+        llm.wake_up = lambda tags: llm.calls.append(("wake_up", *tags))
+        llm.reset_prefix_cache = lambda: False
+        monkeypatch.setattr(VllmBackend, "llm", llm, raising=False)
+        sizes = dict(max_model_len=20_000, num_samples=3000, stop_ids=[EOS], seed=0)
+        config = RolloutConfig("vllm", **settings)
+        return VllmBackend("", config, dtype=torch.bfloat16, **sizes)
+
+    return make
+
+
+def test_vllm_is_asked_for_what_the_flags_say(backend):
+    asked = backend(True)._arguments()
+    assert asked["hf_overrides"] == {"head_dtype": "float32"}
+    assert asked["generation_config"] == "vllm"  # none of the model's own top-p
+    assert asked["logprobs_mode"] == "processed_logprobs"
+    assert asked["max_num_seqs"] == 1024 and asked["max_num_batched_tokens"] == 20_000
+    assert asked["kv_cache_dtype"] == "auto" and asked["quantization"] is None
+    assert "kv_cache_memory_bytes" not in asked and asked["enable_sleep_mode"] is True
+    graphs = asked["compilation_config"]["cudagraph_capture_sizes"]
+    assert graphs[:4] == [1, 2, 4, 8] and graphs[-1] == 1024
+    eight = dict(kv_cache_dtype="fp8", quantization="fp8", kv_cache_gb=2.0, sleep_level=0)
+    asked = backend(True, max_num_seqs=10, **eight)._arguments()
+    assert asked["kv_cache_dtype"] == asked["quantization"] == "fp8"
+    assert asked["kv_cache_memory_bytes"] == 2 << 30 and asked["enable_sleep_mode"] is False
+    assert asked["compilation_config"]["cudagraph_capture_sizes"] == [1, 2, 4, 8, 10]
+    asked = backend(False)._arguments()
+    assert asked["kv_cache_memory_bytes"] == 1 << 28 and asked["enforce_eager"] is True
+    assert "compilation_config" not in asked and asked["enable_chunked_prefill"] is False
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_an_engine_sleeps_at_the_level_of_its_flag(backend, level):
+    engine = backend(True, sleep_level=level)
+    engine.wake_weights()
+    engine.wake_cache()
+    wakes = [("sleep", level), ("wake_up", "weights"), ("wake_up", "kv_cache")]
+    assert engine.llm.calls == (wakes if level else [])
+    with pytest.raises(RuntimeError, match="did not reset its prefix cache"):
+        engine.forget_prefixes()
+
+
+def test_each_request_has_a_seed_of_its_own_where_vllm_takes_them_together(backend, monkeypatch):
+    added = []
+    monkeypatch.setattr(VllmBackend, "_sampling_params", lambda self, temperature: temperature)
+    monkeypatch.setattr(VllmBackend, "_add", lambda self, *request: added.append(request))
+    monkeypatch.setattr(VllmBackend, "_finish_all", lambda self: iter(()))
+    for on_gpu in (True, False):
+        list(backend(on_gpu).run([[3], [4]], [1, 0], 2, 0.7, seed=50))
+    places = [(2, [4]), (3, [4]), (0, [3]), (1, [3])]
+    of_a_gpu = [(i, prompt, 0.7, 50 + i) for i, prompt in places]
+    assert added == of_a_gpu + [(i, prompt, 0.7, None) for i, prompt in places]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_response_ends_at_the_stop_ids_or_at_the_limit_alone(backend, monkeypatch, ignore_eos):
+    stub = SimpleNamespace(SamplingParams=dict, RequestOutputKind=SimpleNamespace(FINAL_ONLY=2))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", stub)
+    engine = backend(False, ignore_eos=ignore_eos, max_response_tokens=9)
+    asked = engine._sampling_params(0.5)
+    assert (asked["temperature"], asked["max_tokens"], asked["logprobs"]) == (0.5, 9, 0)
+    assert asked["ignore_eos"] is ignore_eos
+    assert asked["stop_token_ids"] == ([] if ignore_eos else [EOS])
+
+
+def test_parameters_that_got_no_tensor_are_named(backend, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    config = SimpleNamespace(set_current_vllm_config=contextlib.nullcontext)
+    monkeypatch.setitem(sys.modules, "vllm.config", config)
+    module = torch.nn.Linear(2, 1)
+    module.load_weights = lambda weights: {name for name, _ in weights}
+    monkeypatch.setattr(VllmBackend, "model", module)
+    engine = backend(False)
+    engine.llm.llm_engine = SimpleNamespace(vllm_config=None)
+    assert engine.load(iter([("weight", torch.ones(1, 2))])) == {"bias"}

@@ -49,15 +49,15 @@ def wrong_words(flag, kind):
 SIGNED = ("--reward.error-reward", "--reward.weights", "--loss.entropy-coef")
 
 
-def wrong_commands(args, num, seed):
-    """[(words of a command line, flag that its refusal must name)], each flag before any twice."""
+def wrong_commands(args, seed):
+    """[(words of a command line, flag that its refusal must name)], one for each flag."""
     draw = random.Random(seed)
     known = [
         (flag, kind) for _, flag, kind in settings_of(args) if wrong_words(flag, kind) is not None
     ]
     draw.shuffle(known)
     found = []
-    for flag, kind in known[:num]:
+    for flag, kind in known:
         words = wrong_words(flag, kind)
         if flag in SIGNED:
             words = [word for word in words if not word.startswith("-")]

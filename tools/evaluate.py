@@ -24,11 +24,11 @@ import sampling
 from examples import addition
 
 
-def main(asked: grpo.Args) -> None:
-    mesh = run.init_distributed(asked.seed, asked.timeout_s)
+def main(flags: grpo.Args) -> None:
+    mesh = run.init_distributed(flags.seed, flags.timeout_s)
     meter = metrics.Metrics(hardware.Device())
-    with run.refusals():
-        args = addition.prepare(asked)
+    with run.one_line_errors():
+        args = addition.with_paths(flags)
         path, tokenizer, _, prompts, scorer = grpo.prepare(args)
         run.require(prompts, "--eval-every", args.eval_every, "1, with --eval-data FILE")
         policy = model.load_policy(path, mesh, args.model, trainable=False)

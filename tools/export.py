@@ -11,7 +11,6 @@ are bf16 from a GPU, fp32 from a CPU. One rank per GPU shares them, as in traini
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -26,13 +25,13 @@ from examples import addition
 
 def main(args: argparse.Namespace) -> None:
     mesh = run.init_distributed(seed=0, timeout_s=3600)
-    with run.refusals():
+    with run.one_line_errors():
         if args.out.exists() and any(args.out.iterdir()):
             raise ValueError(f"{args.out}: is not empty; give another directory")
-        file = args.run / "config.json"
-        if not file.exists():
-            raise ValueError(f"{args.run}: has no config.json; give the directory of a run")
-        settings = json.loads(file.read_text())
+        settings = run.read_settings(args.run / "config.json", "export.py")
+        if lacking := {"model", "model_path", "seed"} - settings.keys():
+            rule = "give the directory of a run"
+            raise ValueError(f"{args.run}/config.json: has no {min(lacking)}; {rule}")
         path = settings["model_path"]
         if path == "built-in":
             path = addition.cached_model(settings["seed"])

@@ -273,6 +273,9 @@ def torchrun(*args):
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    if "--nnodes" in args and (why := unreachable(args[args.index("--master-addr") + 1])):
+        print(f"error: {why}", file=sys.stderr)
+        return 2
     logging.disable(logging.ERROR)
     passed_on = pass_signals_on()
     try:
@@ -288,6 +291,25 @@ def torchrun(*args):
     except SignalException as error:
         return 128 + error.sigval
     return 128 + passed_on[0] if passed_on else 0
+
+
+def unreachable(master):
+    """Why ranks of other hosts could not reach those of this one, or ""; master: MASTER_ADDR.
+
+    Gloo tells them the address that the host's name has; Debian's /etc/hosts has 127.0.1.1 for it.
+    """
+    import socket
+
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = "127.0.0.1"  # what Gloo takes then
+    is_local = master == "localhost" or master.startswith("127.")  # all of them on this host
+    if is_local or os.environ.get("GLOO_SOCKET_IFNAME") or not address.startswith("127."):
+        return ""
+    advice = "set GLOO_SOCKET_IFNAME to the interface that they reach (ip -br addr lists them)"
+    return f"this host's name {name} means {address}, which other hosts do not reach; {advice}"
 
 
 def pass_signals_on():
