@@ -115,6 +115,7 @@ class VllmBackend:
 
     def _build(self, path: str, seed: int, make_scheduler: Callable | None) -> None:
         import vllm._custom_ops
+        from vllm.model_executor.models import registry
 
         if not self.on_gpu:
             # Packed linears refuse new weights, and round more.
@@ -126,6 +127,9 @@ class VllmBackend:
         # for any of it.
         params = self._sampling_params(1.0)
         vllm.SamplingParams.for_sampler_warmup = staticmethod(lambda: params)
+        # It looks at the model's class in a new process, to leave the GPU untouched in this one,
+        # where the trainer has used it already: 20 s at a first start.
+        registry._run_in_subprocess = lambda look: look()
         if self.fp32_residual:
             _keep_residual_in_fp32()
         scheduler = make_scheduler() if make_scheduler else None
