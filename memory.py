@@ -25,7 +25,6 @@ done before the failure count twice.
 
 Copied, with packing.py:
     import torch
-    from types import SimpleNamespace
     from memory import fit
     from packing import pack
     def gradients(args, model, rows, totals, meter):
@@ -33,8 +32,7 @@ Copied, with packing.py:
             model(row.tokens[:, None].float()).sum().backward()
     sequence = {"tokens": torch.arange(9), "response_mask": torch.arange(9) > 4}
     rows = pack([sequence] * 4, 64)
-    args = SimpleNamespace(batch=SimpleNamespace(tokens_per_row=64))
-    fit(gradients, args, torch.nn.Linear(1, 1), rows, totals={}, meter=None)
+    fit(gradients, None, torch.nn.Linear(1, 1), rows, totals={}, meter=None)
 """
 
 from __future__ import annotations
