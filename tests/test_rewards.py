@@ -734,7 +734,11 @@ def test_close_ends_every_worker(functions):
 
 
 @pytest.mark.parametrize(
-    "callables", ["", ", {'f': lambda response: time.sleep(9 * ('x' in response))}"]
+    "callables",
+    [
+        pytest.param("", marks=pytest.mark.slow),
+        ", {'f': lambda response: time.sleep(9 * ('x' in response))}",
+    ],
 )
 def test_no_worker_outlives_a_trainer_that_is_killed_but_idle_ones_live_on(functions, callables):
     """A new user's finding: 7 s after the end they wrote "Timeout! Thread 0x..." into the shell."""
