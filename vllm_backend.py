@@ -209,12 +209,20 @@ class VllmBackend:
         if self.sleeps:
             # The trainer's cached blocks count as used: the wake-up would run out of memory.
             torch.cuda.empty_cache()
-            self.llm.wake_up(["weights"])
+            self._wake("weights")
 
     def wake_cache(self) -> None:
         """The KV cache has memory afterwards."""
         if self.sleeps:
-            self.llm.wake_up(["kv_cache"])
+            self._wake("kv_cache")
+
+    def _wake(self, part: str) -> None:
+        try:
+            self.llm.wake_up([part])
+        except RuntimeError as error:  # out of memory, as a rule; the job ends, and gives all back
+            why = f"the engine's {part} did not wake ({' '.join(str(error).split()):.200})"
+            given = f"--rollout.memory-fraction {self.config.memory_fraction}"
+            raise RuntimeError(f"{given}: {why}; lower it, or give --offload") from error
 
     def forget_prefixes(self) -> None:
         """No key of an earlier policy is reused."""

@@ -346,6 +346,24 @@ def test_an_engine_sleeps_at_the_level_of_its_flag(backend, level):
         engine.forget_prefixes()
 
 
+@pytest.mark.parametrize("part", ["weights", "kv_cache"])
+def test_a_wake_up_without_room_ends_in_a_line_with_what_to_turn(backend, part):
+    """vllm#34600, vllm#16663: memory of a wake-up that failed was not given back. Here the job ends:
+    nothing is made of an engine that is half awake.
+    """
+
+    def wake_up(tags):
+        if tags == [part]:
+            raise torch.OutOfMemoryError("CUDA Error: out of memory\n at cumem_allocator.cpp:62")
+
+    made = backend(True, sleep_level=2, memory_fraction=0.6)
+    made.llm.wake_up = wake_up
+    told = rf"^--rollout.memory-fraction 0.6: the engine's {part} did not wake \(CUDA Error: out of"
+    with pytest.raises(RuntimeError, match=rf"{told} memory at .*; lower it, or give --offload$"):
+        made.wake_weights()
+        made.wake_cache()
+
+
 def test_each_request_has_a_seed_of_its_own_where_vllm_takes_them_together(backend, monkeypatch):
     added = []
     monkeypatch.setattr(VllmBackend, "_sampling_params", lambda self, temperature: temperature)
