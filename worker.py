@@ -27,6 +27,7 @@ Copied:
 import contextlib
 import faulthandler
 import importlib
+import importlib.util
 import inspect
 import io
 import json
@@ -168,18 +169,32 @@ def load_function(spec: str, time_limit_s: float) -> Callable:
         missing = f"{path}, which holds {spec}, is not there"
         kinds = f"{', '.join(BUILT_IN)}, file.py:function or a URL"
         raise ValueError(missing if spec in BUILT_IN else f"no file and function {spec!r}: {kinds}")
-    # For its imports beside it; behind the standard library, since a logging.py may lie there too.
-    packages = (i for i, entry in enumerate(sys.path) if entry.endswith("-packages"))
-    sys.path.insert(next(packages, len(sys.path)), os.path.dirname(os.path.abspath(path)))
-    module = importlib.import_module(os.path.basename(path).removesuffix(".py"))
-    if not os.path.samefile(module.__file__, path):
-        raise ValueError(f"the name of {path} is taken by {module.__file__}; rename the file")
+    module = _load_file(path)
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{path} has no function {name!r}")
     function = getattr(module, name)
     for package in getattr(function, "packages", ()):  # imported before the clock runs
         importlib.import_module(package)
     return function
+
+
+def _load_file(path: str) -> Any:
+    """The module in a file; what lies beside it can be imported there.
+
+    A file may be called like one of ours, or of the standard library's: then it is loaded by its
+    path, and its name stays the other's.
+    """
+    # Behind the standard library, since a logging.py may lie beside it too.
+    packages = (i for i, entry in enumerate(sys.path) if entry.endswith("-packages"))
+    sys.path.insert(next(packages, len(sys.path)), os.path.dirname(os.path.abspath(path)))
+    name = os.path.basename(path).removesuffix(".py")
+    known = importlib.util.find_spec(name) if name.isidentifier() else None
+    if os.path.realpath(getattr(known, "origin", None) or "") == os.path.realpath(path):
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def gym_reward(response: str, entry: dict) -> float:
@@ -273,4 +288,8 @@ def probe(url: str, time_limit_s: float) -> None:
 
 
 if __name__ == "__main__":
+    ours = os.path.dirname(FILE)
+    if ours in sys.path:  # first, by launch.sh: a user's own data.py comes before ours
+        sys.path.remove(ours)
+        sys.path.append(ours)
     serve(Connection(int(sys.argv[1])))

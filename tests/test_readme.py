@@ -214,16 +214,6 @@ def pretend(directory, num_parameters, num_files=32):
     index.write_text(json.dumps({"weight_map": names}))
 
 
-def test_the_examples_of_copied_code_do_what_their_comments_say():
-    section = README.split("## Copying a file out")[1].split("\n## ")[0]
-    block = re.search(r"(?: {4}.*\n)+", section)[0]
-    code, _, comment = block.partition("#")
-    scope = {}
-    *statements, last = code.strip().splitlines()
-    exec("\n".join(line.strip() for line in statements), scope)
-    assert eval(last.strip(), scope) == ast.literal_eval(comment.strip())
-
-
 def test_the_reward_function_of_the_readme_scores():
     code = re.search(r"( {4}def score\(.*\n(?: {8}.*\n)+)", README)[1]
     scope = {}

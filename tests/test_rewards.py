@@ -255,14 +255,26 @@ def test_functions_may_import_the_files_beside_theirs(tmp_path):
     )[0] == [1, 0]
 
 
-def test_two_files_of_one_name_are_refused(tmp_path):
+def test_a_file_may_be_called_like_another_one_of_the_users_of_ours_or_of_pythons(
+    tmp_path, monkeypatch
+):
+    """launch.sh puts our folder first on the path: a user's rewards.py was refused."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "data.py").write_text("SHIFT = 1")  # what they import beside them
     specs = []
-    for folder, name in (("one", "f"), ("two", "g")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "mine.py").write_text(f"def {name}(response): return 1")
-        specs.append(f"{tmp_path}/{folder}/mine.py:{name}")
-    with pytest.raises(ValueError, match="the name of .*two/mine.py is taken by .*one/mine.py"):
-        Scorer(RewardConfig(tuple(specs), num_workers=1))
+    for i, file in enumerate(("one/mine.py", "two/mine.py", "rewards.py", "json.py", "my-own.py")):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        text = "import sys, json\njson.dumps(1)\n"
+        if "/" not in file:
+            text += "import data\nassert data.SHIFT == 1\n"
+        (tmp_path / file).write_text(f"{text}def f(response): return {i} + len(response)")
+        specs.append(f"{tmp_path}/{file}:f")
+    for i, spec in enumerate(specs):
+        assert score([spec], samples_of("abc"), num_workers=1)[0] == [3 + i]
+    scorer = Scorer(RewardConfig(tuple(specs[2:]), weights=(1.0, 10.0, 100.0), num_workers=1))
+    scorer.submit(0, samples_of("abc")[0])
+    assert scorer.collect(1)[0] == [5 + 60 + 700]
+    scorer.close()
 
 
 @pytest.mark.parametrize(

@@ -348,8 +348,8 @@ def test_an_engine_sleeps_at_the_level_of_its_flag(backend, level):
 
 @pytest.mark.parametrize("part", ["weights", "kv_cache"])
 def test_a_wake_up_without_room_ends_in_a_line_with_what_to_turn(backend, part):
-    """vllm#34600, vllm#16663: memory of a wake-up that failed was not given back. Here the job ends:
-    nothing is made of an engine that is half awake.
+    """vllm#34600, vllm#16663: memory of a wake-up that failed was not given back. Here the job
+    ends: nothing is made of an engine that is half awake.
     """
 
     def wake_up(tags):
