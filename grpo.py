@@ -180,7 +180,8 @@ def main(flags: Args) -> None:
     temperature = args.rollout.temperature
     all_sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
     has_old = args.batch.num_epochs * args.batch.num_minibatches > 1  # passes for old_logprobs
-    logprobs.warm_up([policy, reference], all_sizes, offloader.present, both=has_old)
+    with memory.advice(args, all_sizes):
+        logprobs.warm_up([policy, reference], all_sizes, offloader.present, both=has_old)
     meter.add_time("warm_up")
     journal.write_start(meter.reduce())
     guard = Guard(args.run, out_dir, args.num_steps, tokenizer.decode)

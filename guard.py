@@ -15,20 +15,17 @@ How it works.
 2. Signals. The first SIGTERM, SIGINT (Ctrl-C) or SIGHUP is a wish: the step is finished, the state
    is saved, and all ranks leave with a line that says how to go on. A second one, a second or more
    later, ends the process at once. A thread hears them, since Python's own handlers wait for the
-   main thread, which may hang in a collective. Ranks vote after each step, in one all-reduce of two
-   numbers: they act alike whichever of them was asked.
+   main thread, which may hang in a collective. Ranks vote after each step, and so act alike.
 3. Gradients that are not finite. optimizer_step leaves the weights as they are, on all ranks, since
    all have the same norm. `count` writes the minibatch's samples to a file. After `max_skipped` in
    a row the run is saved and stops: the weights are those before the first of them.
 4. Errors. Until an optimizer takes its first step, the weights are those of the step before: a
    reward function or a sampler that raises costs that one step. What belongs to the state and is no
    weight (the data's position, generators) is copied after each step. On an uncaught exception the
-   rank tells the others by the store that torchrun has. A thread of each rank looks there once a
-   second. These threads save the state in a process group of their own, since the main ones may
-   wait for the rank that failed. They do so only if on all ranks the weights are of that step.
+   rank tells the others by torchrun's store, where a thread of each rank looks once a second. If on
+   all ranks the weights are of that step, these threads save it, in a process group of their own.
    Otherwise a line says which older state a resume starts from.
-5. The best. After an evaluation with more reward than any before, the weights go to best/step-N.
-   That is 4 bytes a parameter, and nothing resumes from it.
+5. The best. After an evaluation with more reward than before, the weights alone go to best/step-N.
 
 What we give up: a save in the middle of a step. If a step outlasts the grace period of a scheduler
 (30 s is usual), the time since the last save is lost; examples/slurm.sh asks for a longer one.
@@ -87,9 +84,7 @@ class Guard:
         *,
         save_at: int = 1,
     ):
-        """config: save_minutes, save_every, max_skipped. save_at: a state can be gone on from after
-        multiples of this many steps alone.
-        """
+        """config: save_minutes, save_every, max_skipped. save_at: states are of its multiples."""
         self.config = config
         self.directory = directory
         self.num_steps = num_steps
@@ -195,7 +190,7 @@ class Guard:
         sys.excepthook = functools.partial(self._end_by_error, sys.excepthook)
         self._group = None
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=10))
             self._store = distributed_c10d._get_default_store()
             self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
             threading.Thread(target=self._wait_for_errors, daemon=True).start()
@@ -250,33 +245,38 @@ class Guard:
     def _best_before(self, first_step: int) -> float:
         """The reward of the best state. One of a later step is removed: its step is taken again."""
         found = -math.inf
-        for path in (self.directory / "best").glob("step-*"):
+        for path in (self.directory / "best").glob("step-*[0-9]"):
             if int(path.name[5:]) > first_step:
                 if _is_rank0():
                     shutil.rmtree(path)
                 continue
-            with contextlib.suppress(OSError, RuntimeError, pickle.UnpicklingError):  # damaged
+            with contextlib.suppress(OSError, RuntimeError, EOFError, pickle.UnpicklingError):
                 found = torch.load(path / "rank0.pt")["state"]["best"]["reward"]
         return found
 
     def _end_by_error(self, before: Callable, kind: type, value: BaseException, trace: Any) -> None:
         """sys.excepthook: saves the state, if that can be done, and goes on to the one `before`."""
         self._has_failed = True
-        if self._num_saved == self._num_done or not self._is_sound:
+        if self._is_told.is_set():
+            pass  # by the rank that failed
+        elif self._num_saved == self._num_done or not self._is_sound:
             self._tell(None if self._is_sound else "its update had begun")
         elif self._group is None:
             self._rescue(self._num_done)
         else:
             self._store.set(FAILED, str(self._num_done))
-            self._is_told.wait()
+            self._is_told.wait(timeout=660)
         before(kind, value, trace)
 
     def _wait_for_errors(self) -> None:
         while not self._store.check([FAILED]):
             time.sleep(1)
+        stream = None
         if self._device is not None:
             torch.cuda.set_device(self._device)
-        self._rescue(int(self._store.get(FAILED)))
+            stream = torch.cuda.Stream()  # the default one may wait for the rank that failed
+        with torch.cuda.stream(stream):
+            self._rescue(int(self._store.get(FAILED)))
         time.sleep(1)  # a rank that leaves closes its connections
         self._is_told.set()
         if not self._has_failed:
@@ -291,8 +291,8 @@ class Guard:
                 with self._present(*self._owners):
                     self._save_to("checkpoints", self._kept, self.config.keep, self._group)
                 self._num_saved = num_done
-        except (OSError, ValueError, RuntimeError) as error:
-            problem = " ".join(str(error).split())
+        except (AssertionError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+            problem = " ".join(f"{type(error).__name__}: {error}".split())
         if _is_rank0():
             self._tell(problem)
 

@@ -160,7 +160,7 @@ def warm_up(
         if model.device.type == "cpu" and not _is_compiled(model):
             continue
         learns = any(parameter.requires_grad for parameter in model.parameters())
-        kinds = [False] * (both or not learns) + [True] * learns
+        kinds = ([False, True] if both else [True]) if learns else [False]
         with present(model):
             for row, grad in itertools.product(rows, kinds):
                 with torch.set_grad_enabled(grad):

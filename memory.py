@@ -37,7 +37,8 @@ Copied, with packing.py:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,17 +62,23 @@ def fit(
         shorter = [part for row in rows for part in halves(row)]
         if _num_ranks() > 1 or len(shorter) == len(rows):
             raise RuntimeError(_advice(args, rows)) from error
-    # Only here has the failed pass let go of its activations.
-    _drop_gradients(model)
     longest = max(len(row.tokens) for row in rows)
     rows[:] = shorter
     now = max(len(row.tokens) for row in rows)
     what = f"out of memory in the update with a row of {longest} tokens: once more with {now}"
     print(f"warning: {what}; see --tokens-per-row {args.batch.tokens_per_row}", flush=True)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # blocks of the long row's sizes fit nothing else
-    try:
+    with advice(args, rows):  # only here has the failed pass let go of its activations
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # blocks of the long row's sizes fit nothing else
+        _drop_gradients(model)
         return gradients(args, model, rows, totals, meter)
+
+
+@contextlib.contextmanager
+def advice(args: Any, rows: Sequence) -> Iterator[None]:
+    """Inside, running out of memory is a RuntimeError with the flags to turn; rows: what runs."""
+    try:
+        yield
     except torch.OutOfMemoryError as error:
         raise RuntimeError(_advice(args, rows)) from error
 

@@ -114,7 +114,7 @@ def _warnings(args: Any, num_prompts: int) -> list[str]:
     found = []
     warmup = args.optim.warmup_steps
     if warmup >= args.num_steps:
-        found.append(f"--optim.warmup-steps {warmup} outlast the run of {args.num_steps} steps")
+        found.append(f"--optim.warmup-steps {warmup} outlasts the run of {args.num_steps} steps")
     if num_prompts < args.batch.prompts_per_step:
         times = args.batch.prompts_per_step / num_prompts
         found.append(f"a step takes each of the {num_prompts} prompts {times:.1f} times")

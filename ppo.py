@@ -160,7 +160,9 @@ def main(flags: Args) -> None:
         journal = report.Report(out_dir, args.log, args.num_steps, first_step, wandb, curves.plot)
         meter.add_time("engine")
     temperature = args.rollout.temperature
-    logprobs.warm_up(models, args.batch.rows_of_all_sizes(engine.max_model_len), offloader.present)
+    all_sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
+    with memory.advice(args, all_sizes):
+        logprobs.warm_up(models, all_sizes, offloader.present)
     meter.add_time("warm_up")
     journal.write_start(meter.reduce())
     guard = Guard(args.run, out_dir, args.num_steps, tokenizer.decode, save_at=args.rollout_every)

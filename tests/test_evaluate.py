@@ -22,6 +22,7 @@ def test_scores_are_those_of_the_runs_last_evaluation_and_follow_from_the_lines(
     record = records(train(args))[0]
     monkeypatch.setattr(run, "init_distributed", joined)
     monkeypatch.setattr(grpo, "Scorer", lambda config: Scorer(config, callables=REWARDS))
+    changes |= dict(data_paths=("built-in",))  # README's command gives none to train on
     alone = settings(str(args.run.directory / "hf"), files, tmp_path / "b", **changes)
     run_ranks(world_size, evaluate.main, alone)
     shown = dict(line.split() for line in capfd.readouterr().out.splitlines() if "eval/" in line)

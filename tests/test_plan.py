@@ -95,7 +95,7 @@ def test_a_warm_up_that_the_run_does_not_survive_is_said_in_the_plan(capfd):
     for num_steps, is_told in ((5, True), (10, True), (11, False)):
         args = from_json(grpo.Args(), {"num_steps": num_steps, "optim": {"warmup_steps": 10}})
         run_ranks(1, print_plan, args, [[0]], [])
-        warning = f"warning  --optim.warmup-steps 10 outlast the run of {num_steps} steps\n"
+        warning = f"warning  --optim.warmup-steps 10 outlasts the run of {num_steps} steps\n"
         assert (warning in capfd.readouterr().out) == is_told
 
 

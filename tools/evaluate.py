@@ -1,16 +1,17 @@
 """Scores a model as the evaluation of a run does, with each response in a file.
 
-    bash launch.sh tools/evaluate.py --model runs/grpo/hf --config runs/grpo/config.json \
-        --eval-data test.jsonl --eval-every 1 --eval-samples 8
+    bash launch.sh tools/evaluate.py --model OUT --eval-data test.jsonl --eval-every 1 \
+        --eval-samples 8
 
-The flags are those of grpo.py. It prints the greedy reward and, with --eval-samples k, mean@k and
-pass@k, and writes runs/NAME/eval.jsonl with a line for each response. A saved state is made a model
-by tools/export.py first.
+The flags are those of grpo.py; --data may be left out. It prints the greedy reward and, with
+--eval-samples k, mean@k and pass@k, and writes runs/NAME/eval.jsonl with a line for each response.
+A saved state is made a model by tools/export.py first.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -28,6 +29,8 @@ def main(flags: grpo.Args) -> None:
     mesh = run.init_distributed(flags.seed, flags.timeout_s)
     meter = metrics.Metrics(hardware.Device())
     with run.one_line_errors():
+        if flags.eval_paths:  # nothing is trained on
+            flags = replace(flags, data_paths=flags.eval_paths)
         args = addition.with_paths(flags)
         path, tokenizer, _, prompts, scorer = grpo.prepare(args)
         run.require(prompts, "--eval-every", args.eval_every, "1, with --eval-data FILE")
