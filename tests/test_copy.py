@@ -225,6 +225,14 @@ def test_examples_are_short():
 GUIDE = (ROOT / "docs" / "copying.md").read_text()
 
 
+def test_the_readmes_table_has_the_guides_numbers_in_its_order():
+    section = (ROOT / "README.md").read_text().split("## Copying a file out")[1].split("\n## ")[0]
+    rows = re.findall(r"^\|.*\| ([\d;, ]+) \|$", section, re.M)
+    counted = re.findall(r"^\|.*\| \[?(\d+).*\|$", GUIDE, re.M)
+    left = iter(counted)
+    assert len(rows) == 5 and all(n in left for n in re.findall(r"\d+", " ".join(rows)))
+
+
 def snippets(heading):
     """The code below a heading of the guide, joined."""
     part = GUIDE.split(f"## {heading}\n")[1].split("\n## ")[0]
