@@ -225,9 +225,9 @@ def main(flags: Args) -> None:
         rate = optim.learning_rate_at(step, args.num_steps, args.learning_rate, args.optim)
         with meter.timer("update"), offloader.present(optimizer):
             for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
-                kl = memory.fit(actor_gradients, args, policy, rows[m], totals[m], meter)
+                kl = memory.retried(actor_gradients, args, policy, rows[m], totals[m], meter)
                 if args.loss.target_kl and metrics.total(kl) > args.loss.target_kl:
-                    policy.zero_grad()  # no further optimizer step on this batch, nor this one
+                    policy.zero_grad()  # this minibatch takes no step, nor do those after it
                     break
                 norm = optim.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)
                 guard.count("actor", norm, step, rows[m], meter)  # notes norms that are not finite

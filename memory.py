@@ -25,14 +25,14 @@ done before the failure count twice.
 
 Copied, with packing.py:
     import torch
-    from memory import fit
+    from memory import retried
     from packing import pack
     def gradients(args, model, rows, totals, meter):
         for row in rows:
             model(row.tokens[:, None].float()).sum().backward()
     sequence = {"tokens": torch.arange(9), "response_mask": torch.arange(9) > 4}
     rows = pack([sequence] * 4, 64)
-    fit(gradients, None, torch.nn.Linear(1, 1), rows, totals={}, meter=None)
+    retried(gradients, None, torch.nn.Linear(1, 1), rows, totals={}, meter=None)
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 
-def fit(
+def retried(
     gradients: Callable, args: Any, model: nn.Module, rows: list, totals: dict, meter: Any
 ) -> Any:
     """gradients(args, model, rows, totals, meter), which adds a minibatch's gradients to the model;

@@ -349,15 +349,15 @@ def update(args: Args, step: int, policy, critic, optimizers, rows, totals, mete
     critic_rate = optim.learning_rate_at(step, args.num_steps, peak, args.optim)
     actor_learns = step >= warmup
     for m in args.batch.minibatch_order(totals, seed=(args.seed, step)):
-        memory.fit(critic_gradients, args, critic, rows[m], totals[m], meter)
+        memory.retried(critic_gradients, args, critic, rows[m], totals[m], meter)
         norm = optim.optimizer_step(critic, critic_optimizer, critic_rate, args.optim.max_grad_norm)
         guard.count("critic", norm, step, rows[m], meter)  # notes norms that are not finite
         meter.add_update("critic", norm, critic_rate)
         if not actor_learns:
             continue
-        kl = memory.fit(actor_gradients, args, policy, rows[m], totals[m], meter)
+        kl = memory.retried(actor_gradients, args, policy, rows[m], totals[m], meter)
         if args.loss.target_kl and metrics.total(kl) > args.loss.target_kl:
-            policy.zero_grad()  # no further optimizer step on this batch, nor this one
+            policy.zero_grad()  # this minibatch takes no step, nor do those after it
             actor_learns = False
             continue
         norm = optim.optimizer_step(policy, optimizer, rate, args.optim.max_grad_norm)

@@ -81,7 +81,7 @@ def gradients_of(place, limit, reduce_every_row=False):
         # Of 27, 45 and 27 tokens: gradients are there when the second row does not fit.
         rows = pack(random_sequences(LENGTHS), 45)[::-1]
         rows += rows[:1]
-        num_rows = memory.fit(gradients, ARGS, model, rows, {"tokens": 54}, None)
+        num_rows = memory.retried(gradients, ARGS, model, rows, {"tokens": 54}, None)
         assert num_rows == len(rows)
         grads = [p.grad for p in model.parameters()]
         found.append([g.full_tensor() if isinstance(g, DTensor) else g for g in grads])
@@ -120,7 +120,7 @@ def test_rows_that_cannot_be_cut_and_several_ranks_end_in_a_line_with_the_flags(
         model = torch.nn.Linear(1, 1)
         what = "--tokens-per-row 60: out of memory in the update, with a row of"
         with pytest.raises(RuntimeError, match=f"^{what} .*; {turns}$"):
-            memory.fit(gradients, ARGS, model, rows, {}, None)
+            memory.retried(gradients, ARGS, model, rows, {}, None)
         assert len(calls) == num_calls
 
     job(pack(random_sequences([(3, 9)]), 100), 1)
