@@ -84,9 +84,8 @@ class RunConfig:
         return Path(self.output_dir) / self.name
 
     def check(self, settings: Any, *model_paths: str) -> None:
-        """ValueError, before memory is taken, if open() could not do its work: another process is
-        at work on this name's run, a model lies in its directory, the disk has no room for the
-        trained model, or a resume has no saved state or other settings."""
+        """ValueError, before memory is taken, if open() could not do its work: a run of this name
+        goes on, a model lies in its directory, the disk is full, a resume has other settings."""
         for path in filter(None, model_paths):
             if self.directory.resolve() in Path(path).resolve().parents:
                 where = "lies in the directory of this run"
@@ -113,7 +112,9 @@ class RunConfig:
             self._keep_earlier_run()
             held = self._lock()
         os.pwrite(held, f"{os.getpid()} on {os.uname().nodename}".ljust(99).encode(), 0)
-        (self.directory / "config.json").write_text(json.dumps(known, indent=2))
+        part = self.directory / "config.json.part"
+        part.write_text(json.dumps(known, indent=2))
+        part.replace(self.directory / "config.json")  # a kill leaves a whole one
 
     def _check_disk(self, *model_paths: str) -> None:
         """The directory can be made, and holds the model that is written at the end."""
@@ -257,7 +258,6 @@ def leave() -> None:
     """End a finished run on all ranks, without what engines print when they exit. Collective."""
     dist.barrier()
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(0)
 
 

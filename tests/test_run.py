@@ -294,6 +294,23 @@ def test_the_lock_is_as_readable_as_the_settings(tmp_path):
     assert lock.stat().st_mode == config.stat().st_mode
 
 
+def test_a_kill_while_the_settings_are_written_leaves_those_of_before(tmp_path, monkeypatch):
+    """A run that was killed there had an empty config.json, and its resume was refused."""
+    file = tmp_path / "x" / "config.json"
+    file.parent.mkdir()
+    file.write_text(before := '{"seed": 0}')
+
+    def killed(path, text):
+        with open(path, "w") as part:
+            part.write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        RunConfig(str(tmp_path), "x", resume=True).open(Settings())
+    assert file.read_text() == before
+
+
 def test_a_resume_with_another_seed_is_refused_and_leaves_the_settings_as_they_were(tmp_path):
     """They were overwritten first, and a later --config began with the refused ones."""
     run = RunConfig(str(tmp_path), "x", resume=True)
