@@ -133,22 +133,7 @@ class Args:
 
     def __post_init__(self):
         plan.check(self)  # the rules that all scripts share
-        require = run.require
-        tries = self.resample_tries
-        require(tries >= 1, "--resample-tries", tries, "at least 1")
-        if self.batch.group_size == 1:
-            rule = "1 with groups of 1, which have no spread"
-            require(tries == 1, "--resample-tries", tries, rule)
-            has_others = self.advantage.baseline == "batch"
-            require(has_others, "--group-size", 1, "at least 2; try 8")
-        every = self.refresh_every
-        require(every >= 0, "--refresh-every", every, "at least 0 (never)")
-        has_use = self.loss.kl_coef or every == 0
-        require(has_use, "--refresh-every", every, "0 without --loss.kl-coef")
-        buffer = self.advantage.overlong_buffer
-        limit = self.rollout.max_response_tokens
-        rule = f"at most --rollout.max-response-tokens {limit}"
-        require(buffer <= limit, "--advantage.overlong-buffer", buffer, rule)
+        plan.check_groups(self)
 
 
 def main(flags: Args) -> None:
@@ -321,13 +306,7 @@ def sample_groups(args: Args, step: int, engine, scorer, tokenizer, stream, mete
     for attempt in range(args.resample_tries):
         prompts = stream.take(num_missing)
         seed = data.sampling_seed(args.seed, step, attempt)
-        with meter.timer("rollout"):
-            drawn = sampling.draw(engine, scorer, tokenizer, prompts, size, seed)
-        with meter.timer("reward"):
-            rewards, stats = scorer.collect(len(drawn) * size)
-        meter.update(stats, len(rewards), prefix="reward/")
-        for group in sampling.to_groups(prompts, drawn, rewards):
-            meter.add_group(group.prompt.source, group.rewards, group.rollouts)
+        for group in sampling.sample(engine, scorer, tokenizer, prompts, size, seed, meter):
             if args.resample_tries == 1 or advantages.has_spread(group.rewards):
                 kept.append(group._replace(position=num_seen + group.position))
         num_seen += len(prompts)

@@ -69,6 +69,25 @@ def check(args: Any) -> None:
         require(kind != "off", "--loss.importance", kind, rule)
 
 
+def check_groups(args: Any) -> None:
+    """The rules of a script whose advantages come from groups."""
+    tries = args.resample_tries
+    require(tries >= 1, "--resample-tries", tries, "at least 1")
+    if args.batch.group_size == 1:
+        rule = "1 with groups of 1, which have no spread"
+        require(tries == 1, "--resample-tries", tries, rule)
+        has_others = args.advantage.baseline == "batch"
+        require(has_others, "--group-size", 1, "at least 2; try 8")
+    every = args.refresh_every
+    require(every >= 0, "--refresh-every", every, "at least 0 (never)")
+    has_use = args.loss.kl_coef or every == 0
+    require(has_use, "--refresh-every", every, "0 without --loss.kl-coef")
+    buffer = args.advantage.overlong_buffer
+    limit = args.rollout.max_response_tokens
+    rule = f"at most --rollout.max-response-tokens {limit}"
+    require(buffer <= limit, "--advantage.overlong-buffer", buffer, rule)
+
+
 def longest(args: Any) -> int:
     """Tokens of a prompt with its response, at most."""
     return args.data.max_prompt_tokens + args.rollout.max_response_tokens

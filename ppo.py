@@ -16,11 +16,9 @@ Sources: Schulman 2017 (arXiv:1707.06347), Ouyang 2022 (InstructGPT, arXiv:2203.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import torch
 import tyro
 from torch import Tensor, nn
 
@@ -32,7 +30,6 @@ import curves
 import data
 import exchange
 import hardware
-import hf_backend
 import hub
 import logprobs
 import losses
@@ -45,14 +42,12 @@ import packing
 import plan
 import report
 import reshard
-import rollout
 import run
 import sampling
-import scheduler
-import vllm_backend
 from advantages import GaeConfig, KlController
 from data import DataConfig
 from examples import addition
+from grpo import actor_gradients, evaluate, make_engine, sync
 from guard import Guard
 from losses import CriticConfig, LossConfig
 from model import ModelConfig
@@ -273,38 +268,6 @@ def load_models(args: Args, paths: list[str], mesh) -> list[nn.Module | None]:
     return models
 
 
-def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
-    """The sampler, asleep: vLLM, or Transformers' generate."""
-    backend = hf_backend.HfBackend
-    if args.rollout.backend == "vllm":
-        make = scheduler.closed_batch_scheduler
-        backend = functools.partial(vllm_backend.VllmBackend, make_scheduler=make)
-    return rollout.Engine(
-        backend,
-        path,
-        args.rollout,
-        max_prompt_tokens=args.data.max_prompt_tokens,
-        num_samples=args.batch.num_samples,
-        stop_ids=hub.stop_token_ids(path, tokenizer.eos_token_id),
-        seed=args.seed,
-    )
-
-
-def sync(args: Args, policy: nn.Module, engine: rollout.Engine, meter) -> None:
-    """Give the policy's weights to the engine, which is awake: after that it can sample."""
-    with meter.timer("reshard"):
-        reshard.sync_weights(policy, engine)
-        if args.verify_sync:
-            reshard.verify_sync(policy, engine)
-
-
-def evaluate(args: Args, step: int, engine, scorer, tokenizer, prompts, meter, guard) -> None:
-    """Greedy reward and, of --eval-samples k, mean@k and pass@k, on the held-out prompts."""
-    seed = data.sampling_seed(args.seed, "eval")
-    made = sampling.evaluate(engine, scorer, tokenizer, prompts, args.eval_samples, seed, meter)
-    guard.keep_best(step, made[0], meter)
-
-
 def score(args: Args, prompts, drawn, scorer: Scorer, reward_model, meter) -> list[Group]:
     """This rank's groups with the rewards of the rule, or of the reward model `reward_model`."""
     if reward_model is None:
@@ -375,24 +338,6 @@ def critic_gradients(args: Args, critic, rows: list[PackedRow], totals: dict, me
         loss.backward()
         meter.add_pass(critic, row)
         meter.update(stats, row.num_response_tokens)
-
-
-def actor_gradients(args: Args, policy, rows: list[PackedRow], totals: dict, meter) -> Tensor:
-    """Add the gradients of a minibatch to the policy; returns this rank's share of ppo_kl."""
-    temperature = args.rollout.temperature
-    kl = torch.zeros((), device=rows[0].tokens.device)
-    for i, row in enumerate(rows):
-        # Gradients are reduced over ranks once, after the last row. Until then they add up here.
-        is_last = i == len(rows) - 1
-        policy.set_requires_gradient_sync(is_last or args.model.reduce_every_row)
-        current, entropy = logprobs.token_logprobs(policy, row, temperature=temperature)
-        limit = args.rollout.max_response_tokens
-        loss, stats = losses.actor_loss(current, entropy, row, totals, args.loss, limit)
-        loss.backward()
-        meter.add_pass(policy, row)
-        meter.update(stats, row.num_response_tokens)
-        kl += stats["actor/ppo_kl"] * row.num_response_tokens / totals["tokens"]
-    return kl
 
 
 if __name__ == "__main__":

@@ -112,6 +112,21 @@ def to_groups(
     return groups
 
 
+def sample(
+    engine, scorer, tokenizer, prompts: Sequence, num_samples: int, seed: int, meter
+) -> list[Group]:
+    """This rank's groups for `prompts`, with the scorer's rewards. Collective."""
+    with meter.timer("rollout"):
+        drawn = draw(engine, scorer, tokenizer, prompts, num_samples, seed)
+    with meter.timer("reward"):
+        rewards, stats = scorer.collect(len(drawn) * num_samples)
+    meter.update(stats, len(rewards), prefix="reward/")
+    groups = to_groups(prompts, drawn, rewards)
+    for group in groups:
+        meter.add_group(group.prompt.source, group.rewards, group.rollouts)
+    return groups
+
+
 def evaluate(
     engine, scorer, tokenizer, prompts: Sequence, num_samples: int, seed: int, meter
 ) -> list[list[Group]]:

@@ -124,7 +124,8 @@ def test_the_root_holds_the_files_of_the_design_and_nothing_else():
 
 @every_file
 def test_no_root_file_imports_another_except_the_entry_scripts(name):
-    mine = ENTRIES if name in ENTRIES else ENTRIES | MECHANISMS
+    # An entry script may take a function from grpo.py, whose loop is the first that one reads.
+    mine = ENTRIES - {"grpo"} if name in ENTRIES else ENTRIES | MECHANISMS
     found = [
         (package, line)
         for package, line in imports(ast.walk(TREES[name]))
@@ -136,7 +137,7 @@ def test_no_root_file_imports_another_except_the_entry_scripts(name):
 @every_file
 def test_importing_a_file_needs_the_standard_library_and_torch_alone(name):
     own = (
-        MECHANISMS | {"tyro", "examples"} if name in ENTRIES else set()
+        MECHANISMS | {"grpo", "tyro", "examples"} if name in ENTRIES else set()
     )  # an entry has a command line
     allowed = (
         sys.stdlib_module_names | own | (set() if name in STANDARD_LIBRARY_ALONE else {"torch"})
@@ -225,7 +226,7 @@ def test_nothing_is_packed_to_save_a_line(name):
             assert len(node.generators) == 1 or not unpacks, where
 
 
-# What differs between the two scripts, by intent; all other functions of one name are equal text.
+# What differs between the two scripts, by intent; another function that both need is imported.
 DIFFERENT = {"main", "prepare", "load_models", "to_sequences", "__post_init__"}
 DIFFERENT_HELP = {"num_steps", "learning_rate"}
 DIFFERENT_DEFAULT = {"run", "batch"}
@@ -252,9 +253,7 @@ def parts_of(name):
 
 def test_a_diff_of_the_two_scripts_shows_the_algorithms_and_little_else():
     (ours, our_fields), (theirs, their_fields) = parts_of("grpo"), parts_of("ppo")
-    shared = (ours.keys() & theirs.keys()) - DIFFERENT
-    assert {"make_engine", "actor_gradients"} <= shared
-    assert not {name for name in shared if ours[name] != theirs[name]}
+    assert (ours.keys() & theirs.keys()) == DIFFERENT
     both = our_fields.keys() & their_fields.keys()
     assert len(both) > 15
     assert not {name for name in both if our_fields[name] != their_fields[name]}
