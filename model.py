@@ -170,7 +170,7 @@ def shard(
         # All models share their layers' code; past the limit it runs eager.
         torch._dynamo.config.recompile_limit = 64
         for layer in layers:
-            layer.compile(dynamic=True)
+            layer.compile(dynamic=True, options=_compile_options())
     if compute_dtype != torch.float32:
         _keep_residual_in_fp32(model.get_decoder(), compute_dtype)
     # Casting inputs would round the residual stream before each layer.
@@ -190,6 +190,16 @@ def shard(
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     return model.train()
+
+
+def _compile_options() -> dict[str, bool]:
+    """Inductor fuses the gradient of a norm's weight only from some row size on, and compiles each
+    layer once more below it. Here it always does: one compilation, 15 s less at the start.
+    """
+    import torch._inductor as inductor
+
+    wanted = {"triton.mix_order_reduction_non_strict_mode": True}
+    return {name: value for name, value in wanted.items() if name in inductor.list_options()}
 
 
 def _keep_residual_in_fp32(decoder: nn.Module, dtype: torch.dtype) -> None:

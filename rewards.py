@@ -39,6 +39,7 @@ import math
 import os
 import pickle
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -81,7 +82,7 @@ class RewardConfig:
     """Seconds for a worker to load the functions, with all that they import."""
 
     def __post_init__(self):
-        distinct = {_short(name) for name in self.functions}
+        distinct = {os.path.basename(name.rstrip("/")) for name in self.functions}
         num = len(self.functions)
         rules = (
             ("functions", 0 < len(distinct) == num, "at least one, of different names"),
@@ -238,7 +239,7 @@ class Scorer:
             num_timeouts += sum(error.startswith(TIMEOUT) for _, error in outcomes)
             scores = [config.error_reward if score is None else score for score, _ in outcomes]
             rewards = [total + weight * score for total, score in zip(rewards, scores, strict=True)]
-            stats[f"{_short(name)}_mean"] = sum(scores) / max(num_samples, 1)
+            stats[f"{os.path.basename(name.rstrip('/'))}_mean"] = sum(scores) / max(num_samples, 1)
         why = "is not finite, or above 1e18 in size"
         sums = [(x, "") if _fits(x) else (None, f"{x} {why}") for x in rewards]
         num_errors += self._report("(weighted sum)", sums, num_samples)
@@ -319,11 +320,6 @@ def _pickled(sample: dict) -> tuple[bytes, str]:
         return b"", f"the sample can't be pickled ({error})"
 
 
-def _short(name: str) -> str:
-    """mine.py:f of path/mine.py:f, for the names of metrics."""
-    return os.path.basename(name.rstrip("/"))
-
-
 def _fits(number: float) -> bool:
     return abs(number) <= MAX_REWARD
 
@@ -335,6 +331,8 @@ class _Worker:
 
     def __init__(self, callables: Mapping[str, Callable]):
         self.connection, theirs = Pipe()
+        self.readable = select.poll()  # made once: the connection's own poll makes one each time
+        self.readable.register(self.connection, select.POLLIN)
         self.ends.add(self.connection)
         self.code: int | None = None
         if callables:
@@ -369,8 +367,8 @@ class _Worker:
         replies: list[list | str] = []
         try:
             self.connection.send(question)
-            patience_s = min(limit_s, 1e6)  # poll counts milliseconds in 32 bits
-            while len(replies) < num_replies and self.connection.poll(patience_s):
+            patience_ms = int(1000 * min(limit_s, 1e6))  # in 32 bits
+            while len(replies) < num_replies and self.readable.poll(patience_ms):
                 replies.append(json.loads(self.connection.recv_bytes(1 << 26)))
             reason = f"{TIMEOUT} {limit_s:g} s"
         except (EOFError, ConnectionError):

@@ -28,6 +28,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+AT_ONCE = 64  # responses that are decoded together
+
 
 class Group(NamedTuple):
     """The responses to one prompt."""
@@ -55,6 +57,10 @@ def draw(
     to_texts = _decoder(tokenizer)
 
     def submit(ended: list[tuple[int, int, Any]]) -> None:
+        for start in range(0, len(ended), AT_ONCE):  # the first are scored while others are decoded
+            submit_some(ended[start : start + AT_ONCE])
+
+    def submit_some(ended: list[tuple[int, int, Any]]) -> None:
         texts = to_texts([rollout for _, _, rollout in ended])
         for (index, position, rollout), text in zip(ended, texts, strict=True):
             prompt = prompts[position]

@@ -273,8 +273,8 @@ class VllmBackend:
     def _add(self, index: int, prompt: list[int], params, seed: int | None) -> None:
         own = copy.copy(params)
         own.seed = seed
-        engine = self.llm.llm_engine
-        self.inner_ids[index] = engine.add_request(str(index), {"prompt_token_ids": prompt}, own)
+        known = {"type": "token", "prompt_token_ids": prompt}  # vLLM need not look what it is
+        self.inner_ids[index] = self.llm.llm_engine.add_request(str(index), known, own)
 
     def _finish_all(self) -> Iterator[list[tuple[int, Tensor, Tensor, bool]]]:
         """Runs the engine until all requests have ended; what ended, step by step."""

@@ -83,15 +83,18 @@ def serve(connection: Connection, callables: Mapping[str, Callable] = {}) -> Non
         batched = [known["batched"] for known in reply if functions]
         while True:
             index, samples, limit_s = connection.recv()
+            armed_at = -math.inf
             # Samples that are scored one by one are unpickled one by one: each fails for itself.
             for part in [samples] if batched[index] else ([pickle.loads(x)] for x in samples):
-                # Ends the process if no trainer is left to kill it.
-                faulthandler.dump_traceback_later(limit_s + 5, exit=True, file=silence)
+                if time.monotonic() - armed_at > 1:  # it starts a thread: not for each sample
+                    armed_at = time.monotonic()
+                    # Ends the process if no trainer is left to kill it.
+                    faulthandler.dump_traceback_later(limit_s + 6, exit=True, file=silence)
                 outcomes = evaluate(functions[index], part)
                 if os.getpid() != worker:  # a fork that comes back from a function
                     return
-                faulthandler.cancel_dump_traceback_later()
                 connection.send_bytes(json.dumps(outcomes).encode())
+            faulthandler.cancel_dump_traceback_later()
             with contextlib.suppress(ChildProcessError):
                 # Forks that have ended are zombies until someone asks for them.
                 while os.waitpid(-1, os.WNOHANG)[0]:
