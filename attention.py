@@ -13,7 +13,7 @@ How it works. One attention function, registered under one name, with two backen
 all:
     GPU   torch's variable-length kernel. cu_seqlens [S+1] is on the device and the longest length
           on the host: no device sync.
-    CPU   sequences of equal length are gathered into a batch: one causal
+    CPU   sequences of equal lengths are gathered into a batch: one causal
           scaled_dot_product_attention call per length.
           (a loop over slices of the row would make the backward quadratic in S)
 Boundaries travel as the model's own flash-attention keyword arguments (`cu_seq_lens_q`,
@@ -24,6 +24,11 @@ rotary positions would depend on its neighbours (`rotary_limit`).
 
     row        a a a | b b            cu_seqlens 0 3 5
     attention  a sees a; b sees b     scores 3x3 and 2x2, not 5x5
+
+Where a prompt stands once for several responses (prefix.py), keys and values are gathered by
+`key_index` first, and have boundaries of their own: the causal mask is aligned at the end.
+    row        p p a | b b            keys 0 1 2 | 0 1 3 4: p p a, and p p b b
+    attention  b sees p and b         scores 3x3 and 2x4
 
 Shapes: N tokens in a row, S sequences, H query heads, K key/value heads, D head size; a model's are
 [1, heads, N, D]. What we give up: attention sinks, soft-caps of attention scores, chunked and
@@ -44,6 +49,8 @@ Copied, with transformers. Back to padded batches: model.set_attn_implementation
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -117,7 +124,7 @@ def _refuse_longer(limit: int):
     """A hook on the forward: an error for a row with a sequence above the limit."""
 
     def check(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        longest = kwargs.get("max_length_q") or 0
+        longest = kwargs.get("max_length_k") or kwargs.get("max_length_q") or 0
         if longest > limit:
             raise ValueError(
                 f"{type(module).__name__}: its rotary positions depend on a row's longest sequence "
@@ -141,12 +148,17 @@ def packed_attention(
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_k: int | None = None,
+    key_index: Tensor | None = None,
     **_,
 ) -> tuple[Tensor, None]:
     """softmax(Q K^T scaling) V within each sequence, causal: [1, H, N, D] and twice [1, K, N, D] ->
     [1, N, H, D].
 
-    `sliding_window` w: a token sees itself and the w - 1 tokens before it. Raises ValueError when
+    `sliding_window` w: a token sees itself and the w - 1 tokens before it. key_index, with
+    boundaries of its own: the keys that a sequence sees, if they are not its own tokens alone; its
+    last query sees all of them (prefix.py). Raises ValueError when
     the boundaries are missing, and for what neither backend computes (a score soft-cap, attention
     sinks, a mask, more than one row, dropout, a token that sees what comes after it).
     """
@@ -172,14 +184,34 @@ def packed_attention(
         raise ValueError(f"{type(module).__name__}: packed attention drops nothing; {advice}")
     if is_causal is False:
         raise ValueError(f"{type(module).__name__}: is not causal: {ONE_WAY}")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
+    spans = Spans(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    if key_index is not None:
+        k, v = _gathered(k, key_index), _gathered(v, key_index)
+        spans = Spans(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     backend = _varlen_attention if query.is_cuda else _segment_attention
-    return backend(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q), None
+    return backend(q, k, v, scaling, sliding_window, spans)[None], None
 
 
-def _varlen_attention(query, key, value, scaling, window, cu_seqlens, max_seqlen) -> Tensor:
+class Spans(NamedTuple):
+    """Where each sequence's queries and keys begin, [S+1] each, and the longest of both."""
+
+    queries: Tensor
+    keys: Tensor
+    max_queries: int
+    max_keys: int
+
+
+def _gathered(x: Tensor, index: Tensor) -> Tensor:
+    """x[index]: [N, K, D] -> [keys, K, D]."""
+    # In fp32, as the backward adds up what all responses ask of a key of their prompt. Not
+    # x[index]: on a CPU its sums have another order each time.
+    return x.float().index_select(0, index).to(x.dtype)
+
+
+def _varlen_attention(q, k, v, scaling, window, spans: Spans) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
     gqa = {}
     if q.shape[1] != k.shape[1]:
         # Of torch 2.13; 2.11 wants the heads repeated.
@@ -188,46 +220,44 @@ def _varlen_attention(query, key, value, scaling, window, cu_seqlens, max_seqlen
         else:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     size = (window - 1 if window else -1, 0)
-    out = varlen_attn(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        scale=scaling,
-        window_size=size,
-        **gqa,
-    )
-    return out[None]
+    return varlen_attn(q, k, v, *spans, scale=scaling, window_size=size, **gqa)
 
 
-def _segment_attention(query, key, value, scaling, window, cu_seqlens, max_seqlen) -> Tensor:
-    lengths = cu_seqlens.diff().tolist()
-    starts = cu_seqlens.tolist()
-    by_length: dict[int, list[int]] = {}
-    for start, length in zip(starts, lengths, strict=False):
-        by_length.setdefault(length, []).append(start)
-    # Sequences of one length become one batch; two gathers in all, instead of a kernel call per
+def _segment_attention(q, k, v, scaling, window, spans: Spans) -> Tensor:
+    alike: dict[tuple[int, int], list[int]] = {}  # sequences by their numbers of queries and keys
+    shapes = zip(spans.queries.diff().tolist(), spans.keys.diff().tolist(), strict=True)
+    for i, shape in enumerate(shapes):
+        alike.setdefault(shape, []).append(i)
+    # Sequences of one shape become one batch; a gather in all, instead of a kernel call per
     # sequence.
-    grouped = torch.cat(
-        [(torch.tensor(s)[:, None] + torch.arange(n)).flatten() for n, s in by_length.items()]
-    )
-    sizes = [n * len(s) for n, s in by_length.items()]
-    q, k, v = (
-        x[0].transpose(0, 1)[grouped].split(sizes) for x in (query, key, value)
-    )  # [tokens of a group, heads, D]
+    order = _grouped(spans.queries, alike.values())
+    k_order = _grouped(spans.keys, alike.values())
+    q_sizes = [n * len(members) for (n, _), members in alike.items()]
+    k_sizes = [m * len(members) for (_, m), members in alike.items()]
+    grouped = zip(
+        alike.items(),
+        q[order].split(q_sizes),
+        k[k_order].split(k_sizes),
+        v[k_order].split(k_sizes),
+        strict=True,
+    )  # each [tokens of a batch, heads, D]
     outputs = []
-    for n, *parts in zip(by_length, q, k, v, strict=True):
-        batch = [x.unflatten(0, (-1, n)).transpose(1, 2) for x in parts]  # [sequences, heads, n, D]
+    for ((n, m), members), *parts in grouped:
+        batch = [x.unflatten(0, (len(members), -1)).transpose(1, 2) for x in parts]
         band = None
-        if window and n > window:
-            distance = torch.arange(n)[:, None] - torch.arange(n)[None]
-            band = (distance >= 0) & (distance < window)
-        gqa = query.shape[1] != key.shape[1]
+        if n < m or (window and n > window):
+            distance = torch.arange(m - n, m)[:, None] - torch.arange(m)[None]
+            band = (distance >= 0) & (distance < (window or m))
+        gqa = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(
             *batch, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=gqa
-        )
+        )  # [sequences, heads, n, D]
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)[grouped.argsort()][None]  # [1, N, H, D]
+    return torch.cat(outputs)[order.argsort()]  # [N, H, D]
+
+
+def _grouped(cu_seqlens: Tensor, batches: Iterable[list[int]]) -> Tensor:
+    """The tokens of the sequences of each batch, one batch after the other."""
+    starts = cu_seqlens.tolist()
+    spans = [torch.arange(starts[i], starts[i + 1]) for members in batches for i in members]
+    return torch.cat(spans)

@@ -60,6 +60,7 @@ import offload
 import optim
 import packing
 import plan
+import prefix
 import report
 import reshard
 import rollout
@@ -68,13 +69,14 @@ import sampling
 import scheduler
 import vllm_backend
 from advantages import AdvantageConfig
+from batch import BatchConfig
 from data import DataConfig
 from examples import addition
 from guard import Guard
 from losses import LossConfig
 from model import ModelConfig
 from optim import OptimConfig
-from packing import BatchConfig, PackedRow
+from packing import PackedRow
 from report import LogConfig
 from rewards import RewardConfig, Scorer
 from rollout import RolloutConfig
@@ -163,7 +165,7 @@ def main(flags: Args) -> None:
         journal = report.Report(out_dir, args.log, args.num_steps, first_step, wandb, curves.plot)
         meter.add_time("engine")
     temperature = args.rollout.temperature
-    all_sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
+    all_sizes = packing.rows_of_all_sizes(args.batch, engine.max_model_len, prefix.share)
     has_old = args.batch.num_epochs * args.batch.num_minibatches > 1  # passes for old_logprobs
     with memory.advice(args, all_sizes):
         logprobs.warm_up([policy, reference], all_sizes, offloader.present, both=has_old)
@@ -190,7 +192,12 @@ def main(flags: Args) -> None:
         with meter.timer("layout"):
             sequences, minibatch_of = to_sequences(args, groups, group_advantages)
             rows, totals = packing.lay_out(
-                sequences, minibatch_of, args.batch, exchange=exchange.exchange, like=EMPTY
+                sequences,
+                minibatch_of,
+                args.batch,
+                exchange=exchange.exchange,
+                like=EMPTY,
+                share=prefix.share,
             )
             meter.add_layout(rows, args.batch.tokens_per_row)
             journal.write_samples(step, groups, tokenizer.decode, group_advantages)

@@ -146,7 +146,7 @@ class Guard:
         file = self.directory / f"skipped-rank{os.environ.get('RANK', '0')}.jsonl"
         with self._going_on(f"the samples of a skipped minibatch ({file})"), open(file, "a") as out:
             for row in rows:
-                for sample in self._samples(row):
+                for sample in self._samples(row.plain()):
                     print(json.dumps({"step": step, "model": name, **sample}), file=out)
         if _is_rank0():
             what = f"the gradient norm of the {name} is {norm}: minibatch skipped"

@@ -16,7 +16,7 @@ under autograd would keep every chunk alive, hence the autograd Function.
 
 One convention, one shift. x[i] belongs to tokens[i]: logprobs[i] = log pi(tokens[i] | tokens[<i])
 comes from the hidden state at i - 1, and so does a critic's values[i] = V(tokens[<i]). The shift is
-in `_states_before` and nowhere else. The first token of a sequence has logprob 0.
+in `_states_before` alone (a table if prefixes are shared). A sequence's first token has logprob 0.
     tokens       5 6 | 7 8 9      response_mask 0 1 0 1 1      states used  5 7 8      targets 6 8 9
 The temperature divides the logits, as in the sampler; else every ratio would be wrong.
 Shapes: N tokens in a row, R response tokens, C tokens in a chunk, V vocabulary, D hidden size.
@@ -59,10 +59,9 @@ def token_logprobs(
 
     model: a Transformers causal LM, plain or under FSDP2, with packed attention
     (attention.use_packed_attention). row: any object with tokens, position_ids,
-    fields["response_mask"] [N], cu_seqlens [S+1], max_seqlen and num_response_tokens
-    (packing.PackedRow). Pads before a token would be attended to: pack instead. chunk: tokens whose
-    logits exist at one time. Both results carry grad. A row without response tokens gives zeros
-    that are connected to every parameter, so that FSDP's backward runs on all ranks.
+    fields["response_mask"] [N], cu_seqlens [S+1], max_seqlen, num_response_tokens and prefix
+    (packing.PackedRow). chunk: tokens whose logits exist at one time. Both carry grad. Without
+    response tokens they are zeros connected to every parameter: FSDP's backward runs on all ranks.
     """
     return _run(model, _response_logprobs, row, temperature, chunk)
 
@@ -85,12 +84,10 @@ def _run(model: nn.Module, method, row, *options):
     if not hasattr(model, name):
         setattr(model, name, types.MethodType(method, model))
         if isinstance(model, FSDPModule):
-            # FSDP gathers parameters around forward alone; without this the head would be a sharded
-            # DTensor.
+            # It gathers parameters around forward alone: the head would be a sharded DTensor.
             register_fsdp_forward_method(model, name)
     positions = response_positions(row.fields["response_mask"], row.num_response_tokens)
-    arguments = row.tokens, row.position_ids, row.cu_seqlens, row.max_seqlen, positions
-    result = getattr(model, name)(*arguments, *options)
+    result = getattr(model, name)(row, positions, *options)
     if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
         # No backward will come and free the root's gathered weights, which parameters() would be.
         model.reshard()
@@ -107,7 +104,8 @@ def model_scores(model: nn.Module, rows: Sequence) -> list[float]:
     config = model.config
     attends = config._attn_implementation
     both_ways = any(getattr(x, "is_causal", None) is False for x in [config, *model.modules()])
-    if config.num_labels != 1 or not hasattr(model, "score") or attends == "eager" or both_ways:
+    lost = attends == "eager" or (attends != "packed" and any(row.prefix for row in rows))
+    if config.num_labels != 1 or not hasattr(model, "score") or lost or both_ways:
         rule = "needs a `score` head, num_labels 1 and causal attention other than eager"
         raise ValueError(f"{type(model).__name__}: {rule}")
     outputs = []
@@ -120,9 +118,8 @@ def model_scores(model: nn.Module, rows: Sequence) -> list[float]:
     with torch.no_grad(), model.score.register_forward_hook(read):
         for row in rows:
             row = row.to(model.device)
-            spans = _spans(row.cu_seqlens, row.max_seqlen) if attends == "packed" else {}
-            positions = row.position_ids[None]
-            model(row.tokens[None], position_ids=positions, use_cache=False, **spans)
+            spans = _spans(row) if attends == "packed" else {}
+            model(row.tokens[None], position_ids=row.position_ids[None], use_cache=False, **spans)
             ends = outputs.pop()[0, row.cu_seqlens[1:] - 1, 0]
             if row.source:
                 scores |= dict(zip(row.source, ends.tolist(), strict=True))
@@ -193,23 +190,23 @@ def response_positions(response_mask: Tensor, num_response_tokens: int) -> Tenso
 
 
 def _response_logprobs(
-    self: nn.Module, tokens, position_ids, cu_seqlens, max_seqlen, positions, temperature, chunk
+    self: nn.Module, row, positions: Tensor, temperature: float, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    states = _states_before(self, tokens, position_ids, cu_seqlens, max_seqlen, positions)
+    states = _states_before(self, row, positions)
     head = plain_head(self)
     softcap = getattr(self.config, "final_logit_softcapping", None)
     fused = _is_compiled(self)
     found = head_logprobs(
-        states, head.weight, head.bias, tokens[positions], temperature, softcap, chunk, fused
+        states, head.weight, head.bias, row.tokens[positions], temperature, softcap, chunk, fused
     )
-    return tuple(_placed(values, positions, cu_seqlens, tokens) for values in found)
+    return tuple(_placed(values, positions, row) for values in found)
 
 
-def _placed(values: Tensor, positions: Tensor, cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
+def _placed(values: Tensor, positions: Tensor, row) -> Tensor:
     """values [R] at their positions in the row, 0 elsewhere and at first tokens: [N] fp32."""
-    placed = torch.zeros(len(tokens), device=tokens.device).index_put((positions,), values)
+    placed = torch.zeros(len(row.tokens), device=values.device).index_put((positions,), values)
     # The state before a sequence's first token is its neighbour's.
-    return placed.index_fill(0, cu_seqlens[:-1].long(), 0)
+    return placed.masked_fill(row.position_ids == 0, 0)
 
 
 def plain_head(model: nn.Module) -> nn.Linear:
@@ -225,31 +222,34 @@ def plain_head(model: nn.Module) -> nn.Linear:
     return head
 
 
-def _response_values(
-    self: nn.Module, tokens: Tensor, position_ids, cu_seqlens, max_seqlen, positions
-) -> Tensor:
-    states = _states_before(self, tokens, position_ids, cu_seqlens, max_seqlen, positions)
+def _response_values(self: nn.Module, row, positions: Tensor) -> Tensor:
+    states = _states_before(self, row, positions)
     values = states.float() @ self.score.weight[0].float()  # bf16 would round 0.9 to 1/256
-    return _placed(values, positions, cu_seqlens, tokens)
+    return _placed(values, positions, row)
 
 
-def _states_before(
-    model: nn.Module, tokens: Tensor, position_ids, cu_seqlens, max_seqlen, positions
-) -> Tensor:
+def _states_before(model: nn.Module, row, positions: Tensor) -> Tensor:
     """Hidden states [R, D] that have seen all tokens before each position [R], no more."""
     hidden = model.get_decoder()(
-        input_ids=tokens[None],
-        position_ids=position_ids[None],
+        input_ids=row.tokens[None],
+        position_ids=row.position_ids[None],
         use_cache=False,
-        **_spans(cu_seqlens, max_seqlen),
+        **_spans(row),
     ).last_hidden_state[0]  # [N, D]
-    return hidden[positions - 1]
+    before = row.prefix.previous[positions] if row.prefix else positions - 1
+    # Not hidden[before]: a prompt's last state may be there several times, and on a CPU the sums
+    # of that backward have another order each time.
+    return hidden.index_select(0, before.clamp(min=0))
 
 
-def _spans(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Tensor | int]:
-    """Where attention must stop, by Transformers' names."""
-    lengths = {"max_length_q": max_seqlen, "max_length_k": max_seqlen}
-    return {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens} | lengths
+def _spans(row) -> dict[str, Tensor | int]:
+    """What each sequence sees, by Transformers' names; key_index is attention.py's."""
+    spans = {"cu_seq_lens_q": row.cu_seqlens, "max_length_q": row.max_seqlen}
+    if row.prefix is None:
+        return spans | {"cu_seq_lens_k": row.cu_seqlens, "max_length_k": row.max_seqlen}
+    seen = row.prefix
+    spans |= {"cu_seq_lens_k": seen.cu_seqlens_k, "max_length_k": seen.max_seqlen_k}
+    return spans | {"key_index": seen.keys}
 
 
 def head_logprobs(

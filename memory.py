@@ -94,12 +94,19 @@ def halves(row: Any) -> list:
     """The packed row as two, cut at the end of the sequence nearest to its middle; a row of fewer
     than two sequences as it is. row: packing.PackedRow.
     """
-    bounds = row.cu_seqlens.tolist()
     num_sequences = len(row.source)
     if num_sequences < 2:
         return [row]
+    whole = row.plain()
+    bounds = whole.cu_seqlens.tolist()
     cut = min(range(1, num_sequences), key=lambda i: abs(bounds[i] - bounds[-1] / 2))
-    return [_part(row, bounds, 0, cut), _part(row, bounds, cut, num_sequences)]
+    parts = [_part(whole, bounds, 0, cut), _part(whole, bounds, cut, num_sequences)]
+    if row.prefix:
+        ranges = (0, cut), (cut, num_sequences)
+        parts = [
+            row.prefix.share_part(part, *ends) for part, ends in zip(parts, ranges, strict=True)
+        ]
+    return parts
 
 
 def _part(row: Any, bounds: list[int], first: int, end: int) -> Any:

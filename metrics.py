@@ -140,8 +140,10 @@ class Metrics:
         if model not in self._costs:
             self._costs[model] = pass_cost(model)
         cost = self._costs[model]
-        lengths = row.cu_seqlens.diff().double()  # on the device: nobody waits
-        flops = cost.token * lengths.sum() + cost.pair * lengths.square().sum()
+        own = row.cu_seqlens.diff().double()  # on the device: nobody waits
+        seen = row.prefix.cu_seqlens_k.diff().double() if row.prefix else own
+        pairs = own * (2 * seen - own)  # without a shared prefix the square
+        flops = cost.token * own.sum() + cost.pair * pairs.sum()
         self.add("perf/model_flops", flops + cost.scored * row.num_response_tokens, reduction="sum")
 
     def add_update(self, name: str, norm: float, rate: float) -> None:

@@ -1,15 +1,14 @@
 # SPDX-FileCopyrightText: 2026 handful contributors (packing.py of handful 0.1.0)
 # SPDX-License-Identifier: MIT-0
-"""Variable-length sequences in full rows, balanced over ranks, equally many rows on every rank.
+"""Variable-length sequences in full rows, equally many rows on every rank.
 
 The problem. Responses of a reasoning model are log-normal: most are short, a few reach the limit.
 Padded to the longest one, a batch is 24 to 66 % full; packed into rows of a fixed number of tokens,
 98 %, and a row's memory is known before the first forward.
 
 How it works. Three steps, each cheap (4,096 sequences: some 20 ms):
-1. `balance` deals sequences to ranks so that predicted time is equal. Attention is quadratic
-   within a sequence, so the cost of length l is l + l^2 / (2 C), not l; C is the row size. Longest
-   first, each to the cheapest rank so far (at most 4/3 of the optimum, from 512 on within 0.1 %).
+1. The batch deals sequences to ranks so that predicted time is equal (batch.assign), and they
+   travel.
 2. `first_fit_decreasing` fills one rank's rows: longest first, each into the first row with room
    (at most 11/9 of the optimum + 1 row).
        lengths 7 5 4 3 1, capacity 10  ->  rows [7 3] [5 4 1]
@@ -21,6 +20,8 @@ A row is flat. Letters: N tokens in a row, S sequences in a row.
     tokens        7 8 9 | 4 5          [N]    x[i] of every field belongs to tokens[i]
     position_ids  0 1 2 | 0 1          [N]    rotary positions restart with each sequence
     cu_seqlens    0 3 5                [S+1]  where attention must stop
+A group's prompt may stand once in a row (prefix.py). The rows are filled with groups then, each in
+as few rows as hold it, and a sequence behind the first of its group is its own tokens alone.
 
 Its fields, [N] each: the phase of the scripts that sets it, and by what, and what reads it.
     response_mask     3  sequence                 all of them: where it is False nothing is learned
@@ -34,7 +35,7 @@ Its fields, [N] each: the phase of the scripts that sets it, and by what, and wh
 
 What we give up. One token budget for all rows; no sequence is split over rows or ranks (one longer
 than the capacity gets its own row, which is then longer than asked for).
-Source: Johnson 1973 (first-fit decreasing), Graham 1969 (LPT), Krell 2021 (arXiv:2107.02027).
+Source: Johnson 1973 (first-fit decreasing), Krell 2021 (arXiv:2107.02027).
 
 Copied:
     import torch
@@ -46,88 +47,14 @@ Copied:
 
 from __future__ import annotations
 
-import heapq
-import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class BatchConfig:
-    """All sizes are over all ranks; what a rank gets follows from them."""
-
-    prompts_per_step: int = 64
-    """Prompts in a step, over all ranks (P); any number on any number of ranks."""
-    group_size: int = 8
-    """Responses per prompt (G); 8 to 16 is usual."""
-    num_minibatches: int = 1
-    """Optimizer steps per pass over a batch; must divide prompts_per_step."""
-    num_epochs: int = 1
-    """Passes over each batch."""
-    tokens_per_row: int = 16384
-    """Tokens in one packed row, what one forward works on: as many as memory allows."""
-
-    def __post_init__(self):
-        for size in fields(self):
-            value = getattr(self, size.name)
-            if value < 1:
-                flag = f"--{size.name.replace('_', '-')}"
-                raise ValueError(f"{flag} {value}: must be at least 1; try {size.default}")
-        if self.prompts_per_step % self.num_minibatches:
-            nearest = max(1, round(self.prompts_per_step / self.num_minibatches))
-            raise ValueError(
-                f"--prompts-per-step {self.prompts_per_step}: must be divisible by "
-                f"--num-minibatches {self.num_minibatches}; "
-                f"try --prompts-per-step {nearest * self.num_minibatches}"
-            )
-
-    @property
-    def num_samples(self) -> int:
-        """Responses in a step, over all ranks (B = P x G)."""
-        return self.prompts_per_step * self.group_size
-
-    def describe(self, max_prompt_tokens: int, max_response_tokens: int) -> str:
-        """The batch arithmetic in a line."""
-        return (
-            f"{self.prompts_per_step} prompts x {self.group_size} = {self.num_samples} samples "
-            f"of up to {max_prompt_tokens} + {max_response_tokens} tokens; "
-            f"{self.num_epochs} epochs x {self.num_minibatches} minibatches of "
-            f"{self.num_samples // self.num_minibatches}, in rows of {self.tokens_per_row} tokens"
-        )
-
-    def rows_of_all_sizes(self, num_tokens: int) -> list[PackedRow]:
-        """What a run may meet: the largest row, full of sequences of num_tokens tokens, half of it,
-        ..., and none. Compiled code is chosen by ranges of a row's length."""
-        ids = torch.zeros(num_tokens, dtype=torch.int64)
-        whole = sequence(ids[:1], ids[1:])
-        rows = []
-        num_sequences = max(1, self.tokens_per_row // num_tokens)
-        while num_sequences >= 1:
-            rows += pack([whole] * num_sequences, num_sequences * num_tokens)
-            num_sequences //= 2
-        return rows + pack([], self.tokens_per_row, num_rows=1, like=whole)
-
-    def minibatches(self, positions: Sequence[int]) -> list[int]:
-        """The minibatch of each prompt: equal slices of the positions of all ranks. Collective."""
-        everyone = sorted(chain.from_iterable(_gather(list(positions))))
-        place = {position: i for i, position in enumerate(everyone)}
-        return [place[position] * self.num_minibatches // len(place) for position in positions]
-
-    def minibatch_order(self, totals: Sequence[Mapping[str, int]], seed: object) -> list[int]:
-        """The minibatches that have response tokens, once per epoch; shuffled from epoch 1 on."""
-        order = []
-        for epoch in range(self.num_epochs):
-            minibatches = list(range(self.num_minibatches))
-            if epoch:
-                random.Random(repr((seed, epoch))).shuffle(minibatches)
-            order += [m for m in minibatches if totals[m]["tokens"]]
-        return order
 
 
 @dataclass(frozen=True)
@@ -141,6 +68,11 @@ class PackedRow:
     num_response_tokens: int  # with response_mask set: the row's weight in a mean over tokens
     source: tuple[int, ...]  # index of each sequence in the list that was packed; () if none
     fields: dict[str, Tensor] = field(default_factory=dict)  # all others, [N] each
+    prefix: Any = None  # prefix.Prefix if a group's prompt stands once; then a sequence is its own
+
+    def plain(self) -> PackedRow:
+        """The row in which each sequence has its prompt: itself, but for shared prefixes."""
+        return self.prefix.restore(self) if self.prefix else self
 
     def to(self, device: torch.device | str) -> PackedRow:
         """The same row with its tensors on `device`; from pinned memory copies do not block."""
@@ -154,6 +86,7 @@ class PackedRow:
             position_ids=moved(self.position_ids),
             cu_seqlens=moved(self.cu_seqlens),
             fields={name: moved(x) for name, x in self.fields.items()},
+            prefix=self.prefix.to(device) if self.prefix else None,
         )
 
 
@@ -162,48 +95,83 @@ class Item(NamedTuple):
 
     minibatch: int
     num_tokens: int
+    num_shared: int  # tokens at its start that its whole group has in common; 0: none are shared
     num_response_tokens: int
 
 
 def lay_out(
     sequences: Sequence[Mapping[str, Tensor]],
     minibatches: Sequence[int],
-    config: BatchConfig,
+    config: Any,
     *,
     exchange: Callable,
     like: Mapping[str, Tensor],
+    share: Callable | None = None,
 ) -> tuple[list[list[PackedRow]], list[dict[str, int]]]:
     """Rows of each minibatch on this rank, the same number on all ranks, and what each minibatch
     holds over all ranks: {"tokens": response tokens, "sequences": sequences with a response token}.
     Collective over all ranks.
 
     sequences and the minibatch of each: this rank's own, before they are dealt to the ranks.
-    exchange: exchange.exchange, or a stand-in for one rank. like: a sequence with the names and
-    dtypes, for ranks that have none.
+    config: batch.BatchConfig. exchange: exchange.exchange, or a stand-in for one rank. like: a
+    sequence with the names and dtypes, for ranks that have none. share: prefix.share takes the
+    copies of a prompt out of the rows; config.num_sharing sequences, one after the other, have it
+    in common.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     capacity = config.tokens_per_row
+    size = config.num_sharing if share else 1
+    share = share if size > 1 else None
+    shared = common_prefixes(sequences, size)
     mine = [
-        Item(minibatch, len(s["tokens"]), int(s["response_mask"].sum()))
-        for minibatch, s in zip(minibatches, sequences, strict=True)
+        Item(minibatch, len(s["tokens"]), num_shared, int(s["response_mask"].sum()))
+        for minibatch, s, num_shared in zip(minibatches, sequences, shared, strict=True)
     ]
     ranks = _gather(mine)
     items = list(chain.from_iterable(ranks))
-    lengths = [item.num_tokens for item in items]
-    destination = assign(lengths, [item.minibatch for item in items], len(ranks), capacity)
+    destination = config.assign(
+        [item.num_tokens for item in items],
+        [item.minibatch for item in items],
+        len(ranks),
+        [item.num_shared for item in items] if share else None,
+    )
     start = sum(len(earlier) for earlier in ranks[:rank])
     received = exchange(list(sequences), destination[start : start + len(mine)])
-    # exchange keeps the order of `items`, so the minibatch of what arrives need not travel.
-    arrived = [item for item, to in zip(items, destination, strict=True) if to == rank]
-    parts: list[list] = [[] for _ in range(config.num_minibatches)]
-    for item, arriving in zip(arrived, received, strict=True):
-        parts[item.minibatch].append(arriving)
-    counts = _agree_on_rows(parts, capacity)
-    rows = [
-        pack(part, capacity, num_rows=count, like=like)
-        for part, count in zip(parts, counts, strict=True)
-    ]
+    # exchange keeps the order of `items`, so what is known of them need not travel.
+    arrived = [i for i, to in enumerate(destination) if to == rank]
+    rows = []
+    for minibatch in range(config.num_minibatches):
+        members = [k for k, i in enumerate(arrived) if items[i].minibatch == minibatch]
+        part = [received[k] for k in members]
+        groups = [arrived[k] // size for k in members]
+        rows.append(pack(part, capacity, groups=groups, share=share))
+    _fill_up(rows, like, share)
     return rows, [_totals(items, k) for k in range(config.num_minibatches)]
+
+
+def common_prefixes(sequences: Sequence[Mapping[str, Tensor]], size: int) -> list[int]:
+    """Of each sequence, the tokens at its start that may be shared in its group, `size` on end."""
+    if len(sequences) % size:
+        raise ValueError(f"{len(sequences)} sequences: are no whole groups of {size}")
+    found = []
+    for start in range(0, len(sequences), size):
+        found += [_common_prefix(sequences[start : start + size])] * size
+    return found
+
+
+def _common_prefix(group: Sequence[Mapping[str, Tensor]]) -> int:
+    """Tokens that all begin with, none learns from, and that leave a token of each."""
+    if len(group) < 2:
+        return 0
+    limits = []
+    for s in group:
+        num_before = int((s["response_mask"].cumsum(0) == 0).sum())
+        limits.append(min(num_before, len(s["tokens"]) - 1))
+    first = group[0]["tokens"][: min(limits)]
+    for s in group[1:]:
+        equal = first == s["tokens"][: len(first)]
+        first = first[: int(equal.cumprod(0).sum())]
+    return len(first)
 
 
 def _gather(mine: list) -> list[list]:
@@ -220,37 +188,48 @@ def _totals(items: Sequence[Item], minibatch: int) -> dict[str, int]:
     return {"tokens": sum(counts), "sequences": sum(1 for count in counts if count)}
 
 
-def _agree_on_rows(parts: Sequence[Sequence], capacity: int) -> list[int]:
-    """The number of rows for each of the parts: what the rank with the most needs. Collective."""
-    lengths = [[len(s["tokens"]) for s in part] for part in parts]
-    needed = [len(first_fit_decreasing(part, capacity)) for part in lengths]
-    return [max(counts) for counts in zip(*_gather(needed), strict=True)]
+def _fill_up(rows: list[list[PackedRow]], like: Mapping[str, Tensor], share: Callable) -> None:
+    """Adds empty rows to each list: as many as the rank with the most has. Collective."""
+    counts = zip(*_gather([len(part) for part in rows]), strict=True)
+    for part, needed in zip(rows, counts, strict=True):
+        part += [_empty_row(like, share) for _ in range(max(needed) - len(part))]
 
 
-def pack_alike(sequences: Sequence[Mapping[str, Tensor]], capacity: int) -> list[PackedRow]:
+def rows_of_all_sizes(
+    config: Any, num_tokens: int, share: Callable | None = None
+) -> list[PackedRow]:
+    """What a run may meet: the largest row, full of sequences of num_tokens tokens, half of it,
+    ..., and none. Compiled code is chosen by ranges of a row's length. config and share: lay_out.
+    """
+    share = share if config.num_sharing > 1 else None
+    ids = torch.zeros(num_tokens, dtype=torch.int64)
+    whole = sequence(ids[:1], ids[1:])
+    rows = []
+    num_sequences = max(1, config.tokens_per_row // num_tokens)
+    while num_sequences >= 1:
+        groups = [i // config.num_sharing for i in range(num_sequences)]
+        options = {"groups": groups, "share": share}
+        rows += pack([whole] * num_sequences, num_sequences * num_tokens, **options)
+        num_sequences //= 2
+    return rows + pack([], config.tokens_per_row, num_rows=1, like=whole, share=share)
+
+
+def pack_alike(
+    sequences: Sequence[Mapping[str, Tensor]],
+    capacity: int,
+    *,
+    num_sharing: int = 1,
+    share: Callable | None = None,
+) -> list[PackedRow]:
     """This rank's sequences in rows, the same number of rows on all ranks. Collective.
 
     For a sharded model that is not trained, such as a reward model. Each sequence stays on its
-    rank; `row.source` says where in the list a row's sequences are."""
-    [num_rows] = _agree_on_rows([sequences], capacity)
-    return pack(sequences, capacity, num_rows=num_rows)
-
-
-def assign(
-    lengths: Sequence[int], minibatches: Sequence[int], num_ranks: int, capacity: int
-) -> list[int]:
-    """The rank of each sequence: in every minibatch the ranks' predicted times are nearly equal.
-
-    The lists are of all ranks' sequences, in an order that all ranks agree on.
-    """
-    destination = [0] * len(lengths)
-    for minibatch in sorted(set(minibatches)):
-        members = [i for i, m in enumerate(minibatches) if m == minibatch]
-        costs = [sequence_cost(lengths[i], capacity) for i in members]
-        for rank, part in enumerate(balance(costs, num_ranks)):
-            for k in part:
-                destination[members[k]] = rank
-    return destination
+    rank; `row.source` says where in the list a row's sequences are. The others: lay_out."""
+    groups = [i // num_sharing for i in range(len(sequences))]
+    share = share if num_sharing > 1 else None
+    rows = pack(sequences, capacity, groups=groups, share=share)
+    _fill_up([rows], sequences[0] if sequences else {}, share)
+    return rows
 
 
 def sequence(
@@ -283,25 +262,6 @@ def empty_sequence(*response_fields: str) -> dict[str, Tensor]:
     """A sequence without tokens: the names and types of empty rows on a rank without sequences."""
     none = torch.zeros(0, dtype=torch.int64)
     return sequence(none, none, **dict.fromkeys(response_fields, 0.0))
-
-
-def sequence_cost(length: int, capacity: int) -> float:
-    """length + length^2 / (2 capacity): predicted time, in units of one token's linear layers."""
-    return length + length * length / (2 * capacity)
-
-
-def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Indices of `costs` dealt to `num_parts` lists with nearly equal sums, each ascending.
-
-    Ties are broken by index, so every rank finds the same lists. A list may be empty.
-    """
-    heap = [(0.0, part) for part in range(num_parts)]
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        load, part = heapq.heappop(heap)
-        parts[part].append(index)
-        heapq.heappush(heap, (load + costs[index], part))
-    return [sorted(part) for part in parts]
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -337,24 +297,52 @@ def pack(
     *,
     num_rows: int | None = None,
     like: Mapping[str, Tensor] | None = None,
+    groups: Sequence[int] | None = None,
+    share: Callable | None = None,
 ) -> list[PackedRow]:
     """Rows of at most `capacity` tokens that hold each sequence once; `num_rows` of them, if given.
 
     Each sequence maps "tokens" to [L] int64 and any other names to [L] tensors, the same names in
     all; num_response_tokens counts "response_mask", if it is among them. `like` is any sequence
     with these names and dtypes: it shapes the empty rows of a rank that has no sequence at all.
+    share: prefix.share, and groups: a number for each sequence, the same for those that may share
+    how they begin. They lie side by side in one row, or in as few as hold them.
     Raises ValueError for an empty sequence, names or lengths that differ, a response_mask with the
     first token of its sequence, and a num_rows that does not hold them.
     """
-    bins = first_fit_decreasing([len(s["tokens"]) for s in sequences], capacity)
+    shared = [0] * len(sequences)
+    parts = [[i] for i in range(len(sequences))]
+    if share:
+        parts = []
+        for group in _members(groups or range(len(sequences))):
+            num_shared = _common_prefix([sequences[i] for i in group])
+            own = [len(sequences[i]["tokens"]) - num_shared for i in group]
+            for part in first_fit_decreasing(own, max(1, capacity - num_shared)):
+                parts.append([group[k] for k in part])
+                for k in part[1:]:
+                    shared[group[k]] = num_shared
+    own = [len(s["tokens"]) - num_shared for s, num_shared in zip(sequences, shared, strict=True)]
+    bins = first_fit_decreasing([sum(own[i] for i in part) for part in parts], capacity)
     if num_rows is not None and num_rows < len(bins):
         fill = f"{len(sequences)} sequences fill {len(bins)} rows of {capacity}"
         raise ValueError(f"num_rows {num_rows}: too few, {fill}")
-    rows = [_join(sequences, members) for members in bins]
+    rows = []
+    for in_row in bins:
+        members = list(chain.from_iterable(parts[k] for k in in_row))
+        row = _join(sequences, members)
+        rows.append(share(row, [shared[i] for i in members]) if share else row)
     like = like or (sequences[0] if sequences else {})
     while num_rows is not None and len(rows) < num_rows:
-        rows.append(_empty_row(like))
+        rows.append(_empty_row(like, share))
     return rows
+
+
+def _members(groups: Sequence[int]) -> list[list[int]]:
+    """The indices of each number in `groups`."""
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(groups):
+        members.setdefault(group, []).append(i)
+    return list(members.values())
 
 
 def _join(sequences: Sequence[Mapping[str, Tensor]], members: Sequence[int]) -> PackedRow:
@@ -381,16 +369,18 @@ def _join(sequences: Sequence[Mapping[str, Tensor]], members: Sequence[int]) -> 
     )
 
 
-def _empty_row(like: Mapping[str, Tensor]) -> PackedRow:
+def _empty_row(like: Mapping[str, Tensor], share: Callable | None) -> PackedRow:
     zeros = torch.zeros(4, dtype=torch.int64)  # torch.compile makes code of its own for a size of 1
     cu_seqlens = torch.tensor([0, 4], dtype=torch.int32)
     masked = {"response_mask": zeros.bool()}
     masked |= {name: zeros.to(x.dtype) for name, x in like.items() if name != "tokens"}
-    return PackedRow(zeros, torch.arange(4), cu_seqlens, 4, 0, (), masked)
+    row = PackedRow(zeros, torch.arange(4), cu_seqlens, 4, 0, (), masked)
+    return share(row, ()) if share else row
 
 
 def unpack(row: PackedRow, values: Tensor) -> list[Tensor]:
-    """`values` [N] cut into the row's sequences: [L] views in the order of `row.source`."""
+    """`values` [N] cut into the row's sequences: [L] views in the order of `row.source`; of a
+    shared prefix they have none."""
     return list(values.split(row.cu_seqlens.diff().tolist())) if row.source else []
 
 

@@ -40,11 +40,13 @@ import offload
 import optim
 import packing
 import plan
+import prefix
 import report
 import reshard
 import run
 import sampling
 from advantages import GaeConfig, KlController
+from batch import BatchConfig
 from data import DataConfig
 from examples import addition
 from grpo import actor_gradients, evaluate, make_engine, sync
@@ -52,7 +54,7 @@ from guard import Guard
 from losses import CriticConfig, LossConfig
 from model import ModelConfig
 from optim import OptimConfig
-from packing import BatchConfig, PackedRow
+from packing import PackedRow
 from report import LogConfig
 from rewards import RewardConfig, Scorer
 from rollout import RolloutConfig
@@ -155,7 +157,7 @@ def main(flags: Args) -> None:
         journal = report.Report(out_dir, args.log, args.num_steps, first_step, wandb, curves.plot)
         meter.add_time("engine")
     temperature = args.rollout.temperature
-    all_sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
+    all_sizes = packing.rows_of_all_sizes(args.batch, engine.max_model_len, prefix.share)
     with memory.advice(args, all_sizes):
         logprobs.warm_up(models, all_sizes, offloader.present)
     meter.add_time("warm_up")
@@ -184,7 +186,12 @@ def main(flags: Args) -> None:
         with meter.timer("layout"):
             sequences, minibatch_of = to_sequences(args, groups)
             rows, totals = packing.lay_out(
-                sequences, minibatch_of, args.batch, exchange=exchange.exchange, like=EMPTY
+                sequences,
+                minibatch_of,
+                args.batch,
+                exchange=exchange.exchange,
+                like=EMPTY,
+                share=prefix.share,
             )
             meter.add_layout(rows, args.batch.tokens_per_row)
             journal.write_samples(start, groups, tokenizer.decode)
@@ -276,7 +283,12 @@ def score(args: Args, prompts, drawn, scorer: Scorer, reward_model, meter) -> li
     else:
         sampled = [each for rollouts in drawn.values() for each in rollouts]
         texts = [packing.sequence(each.prompt_ids, each.response_ids) for each in sampled]
-        rows = packing.pack_alike(texts, args.batch.tokens_per_row)
+        rows = packing.pack_alike(
+            texts,
+            args.batch.tokens_per_row,
+            num_sharing=args.batch.num_sharing,
+            share=prefix.share,
+        )
         rewards = logprobs.model_scores(reward_model, rows)
     groups = sampling.to_groups(prompts, drawn, rewards)
     for group in groups:

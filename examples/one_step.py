@@ -29,6 +29,7 @@ import reshard
 import rewards
 import rollout
 import run
+from batch import BatchConfig
 from examples import addition
 
 
@@ -60,7 +61,7 @@ def main(seed: int = 24) -> None:
     print(f"   rewards [P, G] {scores.tolist()}; advantages [P, G] {better.tolist()}")
 
     print("3. Lay out. All sequences lie in one row; attention stops where cu_seqlens says.")
-    batch = packing.BatchConfig(2, 2, num_epochs=2, tokens_per_row=64)  # P = 2, G = 2
+    batch = BatchConfig(2, 2, num_epochs=2, tokens_per_row=64)  # P = 2, G = 2
     made = [
         packing.sequence(s.prompt_ids, s.response_ids, advantages=a, rollout_logprobs=s.logprobs)
         for s, a in zip(samples, better.flatten().tolist(), strict=True)

@@ -2,6 +2,7 @@
 what cost.
 """
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -332,19 +333,117 @@ def test_transformers_makes_no_mask_and_looks_for_no_packed_sequences(monkeypatc
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_the_gpu_kernel_is_asked_for_the_past_inside_the_window(monkeypatch, window):
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_gpu_kernel_is_asked_for_the_past_inside_the_window(monkeypatch, window, kv_heads):
     """The kernel's window is what lies before a token; ours counts the token itself as well."""
 
-    def kernel(q, k, v, starts, _, longest, __, *, scale, window_size, enable_gqa=False):
+    def kernel(q, k, v, starts, key_starts, longest, longest_k, *, scale, window_size, **gqa):
         lengths = starts.diff().tolist()
         before, after = window_size
         assert longest == max(lengths) and after == 0
+        assert key_starts is starts and longest_k == longest
         heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
         return reference(*heads_first, lengths, scale, before + 1 if before >= 0 else None)[0]
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    q, k, v = inputs(sum(LENGTHS), kv_heads=2)
+    q, k, v = inputs(sum(LENGTHS), kv_heads=kv_heads)
     edges = torch.tensor([0, *LENGTHS]).cumsum(0)
-    found = attention._varlen_attention(q, k, v, None, window, edges, max(LENGTHS))
-    expected = reference(q, k, v, LENGTHS, sliding_window=window)
+    spans = attention.Spans(edges, edges, max(LENGTHS), max(LENGTHS))
+    flat = (x[0].transpose(0, 1) for x in (q, k, v))
+    found = attention._varlen_attention(*flat, None, window, spans)
+    expected = reference(q, k, v, LENGTHS, sliding_window=window)[0]
     torch.testing.assert_close(found, expected)
+
+
+# Sequences whose queries see more keys than their own (prefix.py): 6 tokens whole, then 3 and 1
+# that see 4 of them, then one of 2 alone
+
+KEY_INDEX = [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 6, 7, 8, 0, 1, 2, 3, 9, 10, 11]
+SHARED = dict(
+    cu_seq_lens_q=torch.tensor([0, 6, 9, 10, 12], dtype=torch.int32),
+    max_length_q=6,
+    cu_seq_lens_k=torch.tensor([0, 6, 13, 18, 20], dtype=torch.int32),
+    max_length_k=7,
+    key_index=torch.tensor(KEY_INDEX),
+)
+
+
+def shared_reference(q, k, v, sliding_window=None):
+    """Each sequence alone, with its keys gathered and queries of its whole length."""
+    outputs = []
+    edges = [0, 6, 9, 10, 12], [0, 6, 13, 18, 20]
+    for (start, end), (first, last) in zip(*map(list, map(pairs, edges)), strict=True):
+        index = torch.tensor(KEY_INDEX[first:last])
+        alone = (x[:, :, index] for x in (q, k, v))
+        outputs.append(reference(*alone, [last - first], None, sliding_window)[:, start - end :])
+    return torch.cat(outputs, 1)
+
+
+def pairs(edges):
+    return itertools.pairwise(edges)
+
+
+def kernel_of_separate_lengths(q, k, v, starts, key_starts, longest, longest_k, **options):
+    """What the GPU's kernel does, in float64: causal, aligned at the end."""
+    assert longest == starts.diff().max() and longest_k == key_starts.diff().max()
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    before, _ = options["window_size"]
+    outputs = []
+    edges = starts.tolist(), key_starts.tolist()
+    for (start, end), (first, last) in zip(*map(pairs, edges), strict=True):
+        scores = torch.einsum("nhd,mhd->hnm", q[start:end].double(), k[first:last].double())
+        num_q, num_k = scores.shape[1:]
+        distance = torch.arange(num_k - num_q, num_k)[:, None] - torch.arange(num_k)
+        seen = (distance >= 0) & (distance <= (before if before >= 0 else num_k))
+        weights = (scores * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hnm,mhd->nhd", weights, v[first:last].double()))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("backend", ["segments", "kernel"])
+def test_queries_see_the_keys_that_are_gathered_for_them_up_to_the_end(
+    monkeypatch, backend, window
+):
+    """A mask aligned at the start would let the first response see one token of the prompt."""
+    if backend == "kernel":
+        name = "torch.nn.attention.varlen.varlen_attn"
+        monkeypatch.setattr(name, kernel_of_separate_lengths)
+        monkeypatch.setattr(attention, "_segment_attention", attention._varlen_attention)
+    tensors = inputs(12)
+    found = packed_attention(nn.Identity(), *tensors, None, sliding_window=window, **SHARED)[0]
+    expected = shared_reference(*tensors, sliding_window=window)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad((found * weights).sum(), tensors)
+    exact = torch.autograd.grad((expected * weights).sum(), tensors)
+    for x, y in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_a_key_that_many_see_are_added_up_in_fp32():
+    """In bf16 the sum of 1 and 300 times 2^-9 is 1."""
+    x = torch.ones(1, 1, 1).bfloat16().requires_grad_()
+    weights = torch.tensor([1.0] + [2.0**-9] * 300).bfloat16()[:, None, None]
+    gathered = attention._gathered(x, torch.zeros(301, dtype=torch.int64))
+    (gathered * weights).sum().backward()
+    assert x.grad.item() == pytest.approx(1 + 300 / 512, rel=1 / 256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_gpu_kernel_sees_gathered_keys_as_the_cpu_segments_do(kv_heads, window):
+    on_cpu = inputs(12, kv_heads=kv_heads, size=64)
+    on_gpu = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in on_cpu]
+    known = {name: x.cuda() if torch.is_tensor(x) else x for name, x in SHARED.items()}
+    options = dict(sliding_window=window)
+    expected = packed_attention(nn.Identity(), *on_cpu, None, **SHARED, **options)[0]
+    found = packed_attention(nn.Identity(), *on_gpu, None, **known, **options)[0]
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=2e-2, atol=2e-2)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    exact = torch.autograd.grad((expected * weights).sum(), on_cpu)
+    for x, y in zip(
+        torch.autograd.grad((found.float() * weights.cuda()).sum(), on_gpu), exact, strict=True
+    ):
+        assert (x.float().cpu() - y).norm() < 2e-2 * y.norm()

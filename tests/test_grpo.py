@@ -40,6 +40,7 @@ from tiny import save_tiny
 import grpo
 import ppo
 from attention import use_packed_attention
+from batch import BatchConfig
 from checkpoint import TrainState, load
 from data import Prompt
 from examples import addition
@@ -50,7 +51,7 @@ from losses import actor_loss
 from metrics import Metrics
 from model import load_policy
 from optim import optimizer_step
-from packing import BatchConfig, lay_out, sequence
+from packing import lay_out, sequence
 from reshard import sync_weights, verify_sync
 from rollout import Engine, Rollout, RolloutConfig
 from run import command_line, from_json

@@ -21,6 +21,7 @@ import attention as attention_file
 import logprobs as logprobs_file
 import model as model_file
 from attention import use_packed_attention
+from batch import BatchConfig
 from logprobs import token_logprobs, token_values, warm_up
 from model import (
     ModelConfig,
@@ -31,7 +32,7 @@ from model import (
     parameters_on_meta,
     shard,
 )
-from packing import BatchConfig, pack, sequence
+from packing import pack, rows_of_all_sizes, sequence
 
 
 @pytest.fixture(scope="module")
@@ -701,7 +702,7 @@ def test_after_a_warm_up_with_rows_of_all_sizes_no_other_row_compiles_anything(p
         before = {name: p.full_tensor() for name, p in policy.named_parameters()}
         for model in (policy, critic, reference):
             use_packed_attention(model)
-        sizes = BatchConfig(tokens_per_row=16384).rows_of_all_sizes(60)
+        sizes = rows_of_all_sizes(BatchConfig(tokens_per_row=16384), 60)
         warm_up([policy, None, critic, reference], sizes, contextlib.nullcontext)
         for model in (policy, critic, reference):
             assert all(p.grad is None for p in model.parameters())

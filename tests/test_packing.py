@@ -20,21 +20,19 @@ from rows import (
 )
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from batch import BatchConfig, assign, balance, sequence_cost
 from exchange import exchange
 from logprobs import token_logprobs
 from losses import masked_sum, policy_loss
 from packing import (
-    BatchConfig,
-    assign,
-    balance,
     empty_sequence,
     first_fit_decreasing,
     lay_out,
     pack,
     pack_alike,
     packing_efficiency,
+    rows_of_all_sizes,
     sequence,
-    sequence_cost,
     unpack,
 )
 
@@ -641,11 +639,11 @@ def test_a_row_moves_to_a_device_as_a_whole():
 
 
 def test_rows_of_all_sizes_go_from_a_full_one_to_an_empty_one():
-    *rows, empty = BatchConfig(tokens_per_row=45).rows_of_all_sizes(8)
+    *rows, empty = rows_of_all_sizes(BatchConfig(tokens_per_row=45), 8)
     assert [row.cu_seqlens.tolist() for row in rows] == [[0, 8, 16, 24, 32, 40], [0, 8, 16], [0, 8]]
     assert [row.num_response_tokens for row in rows] == [35, 14, 7]
     assert len(empty.tokens) == 4 and empty.num_response_tokens == 0 and not empty.source
-    assert [len(row.tokens) for row in BatchConfig(tokens_per_row=30).rows_of_all_sizes(31)] == [
+    assert [len(row.tokens) for row in rows_of_all_sizes(BatchConfig(tokens_per_row=30), 31)] == [
         31,
         4,
     ]
