@@ -187,10 +187,18 @@ def packed_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
     spans = Spans(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
     if key_index is not None:
-        k, v = _gathered(k, key_index), _gathered(v, key_index)
         spans = Spans(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    backend = _varlen_attention if query.is_cuda else _segment_attention
-    return backend(q, k, v, scaling, sliding_window, spans)[None], None
+    if query.is_cuda and key_index is not None:
+        before = sliding_window - 1 if sliding_window else -1
+        out, _ = _gathered_varlen(q, k, v, key_index, *spans, scaling, before)
+    elif query.is_cuda:
+        out = _varlen_attention(q, k, v, scaling, sliding_window, spans)
+    else:
+        if key_index is not None:
+            # Not k[key_index]: the sums of its backward have another order each time.
+            k, v = k.index_select(0, key_index), v.index_select(0, key_index)
+        out = _segment_attention(q, k, v, scaling, sliding_window, spans)
+    return out[None], None
 
 
 class Spans(NamedTuple):
@@ -202,25 +210,128 @@ class Spans(NamedTuple):
     max_keys: int
 
 
-def _gathered(x: Tensor, index: Tensor) -> Tensor:
-    """x[index]: [N, K, D] -> [keys, K, D]."""
-    # In fp32, as the backward adds up what all responses ask of a key of their prompt. Not
-    # x[index]: on a CPU its sums have another order each time.
-    return x.float().index_select(0, index).to(x.dtype)
-
-
 def _varlen_attention(q, k, v, scaling, window, spans: Spans) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    gqa = {}
-    if q.shape[1] != k.shape[1]:
-        # Of torch 2.13; 2.11 wants the heads repeated.
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-            gqa = {"enable_gqa": True}
-        else:
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    k, v, gqa = _for_heads(q, k, v)
     size = (window - 1 if window else -1, 0)
     return varlen_attn(q, k, v, *spans, scale=scaling, window_size=size, **gqa)
+
+
+def _for_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, dict]:
+    """Keys and values as the kernel wants them for the queries' heads, and its option for that."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if q.shape[1] == k.shape[1]:
+        return k, v, {}
+    # Of torch 2.13; 2.11 wants the heads repeated.
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        return k, v, {"enable_gqa": True}
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    return k, v, {}
+
+
+# An operation of its own, so that the backward gathers once more: what autograd or the compiler
+# would keep of gathered keys, in all layers, may be larger than all other activations.
+@torch.library.custom_op("handful::gathered_varlen", mutates_args=())
+def _gathered_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    before: int,
+) -> tuple[Tensor, Tensor]:
+    """_varlen_attention with the keys and values k[index], v[index]: [N, H, D], and the logarithms
+    of the softmax's sums [H, N]. before: tokens of the past that are seen; -1: all."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    keys, values, gqa = _for_heads(q, k.index_select(0, index), v.index_select(0, index))
+    return varlen_attn(
+        q,
+        keys,
+        values,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_q,
+        max_k,
+        return_aux=AuxRequest(lse=True),
+        scale=scale,
+        window_size=(before, 0),
+        **gqa,
+    )
+
+
+@_gathered_varlen.register_fake
+def _(q, k, v, index, *_) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("handful::gathered_varlen_backward", mutates_args=())
+def _gathered_varlen_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    index: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    before: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from torch.nn.attention import varlen
+
+    keys, values, _ = _for_heads(q, k.index_select(0, index), v.index_select(0, index))
+    grad_q, *grads = varlen._varlen_attn_backward(
+        grad,
+        q,
+        keys,
+        values,
+        out,
+        lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_q,
+        max_k,
+        before < 0,
+        torch.zeros(2, dtype=torch.uint64, device=q.device),  # the state of a dropout of 0
+        scale,
+        [before, 0],
+    )
+    # A prompt's key gets a gradient from each response: in bf16 their sum would be rounded each
+    # time.
+    sums = []
+    for part in grads:
+        by_head = part.unflatten(1, (k.shape[1], -1)).sum(2, dtype=torch.float32)
+        total = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
+        sums.append(total.index_add_(0, index, by_head).to(k.dtype))
+    return grad_q, *sums
+
+
+@_gathered_varlen_backward.register_fake
+def _(grad, q, k, v, *_) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save_for_backward(ctx, inputs: tuple, output: tuple) -> None:
+    q, k, v, index, cu_seqlens_q, cu_seqlens_k, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, *output, index, cu_seqlens_q, cu_seqlens_k)
+
+
+def _backward(ctx, grad: Tensor, _) -> tuple:
+    tensors = ctx.saved_tensors
+    return (*_gathered_varlen_backward(grad, *tensors, *ctx.numbers), *[None] * 7)
+
+
+_gathered_varlen.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _segment_attention(q, k, v, scaling, window, spans: Spans) -> Tensor:

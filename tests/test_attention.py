@@ -383,21 +383,59 @@ def pairs(edges):
     return itertools.pairwise(edges)
 
 
-def kernel_of_separate_lengths(q, k, v, starts, key_starts, longest, longest_k, **options):
-    """What the GPU's kernel does, in float64: causal, aligned at the end."""
-    assert longest == starts.diff().max() and longest_k == key_starts.diff().max()
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    before, _ = options["window_size"]
-    outputs = []
+def by_sequence(q, k, v, starts, key_starts, window_size):
+    """What the GPU's kernel does, in float64, for each sequence: slices of queries and keys, and
+    the probabilities [H, queries, keys], causal and aligned at the end.
+    """
+    before, _ = window_size
     edges = starts.tolist(), key_starts.tolist()
     for (start, end), (first, last) in zip(*map(pairs, edges), strict=True):
-        scores = torch.einsum("nhd,mhd->hnm", q[start:end].double(), k[first:last].double())
+        scores = torch.einsum("nhd,mhd->hnm", q[start:end], k[first:last]) * q.shape[-1] ** -0.5
         num_q, num_k = scores.shape[1:]
         distance = torch.arange(num_k - num_q, num_k)[:, None] - torch.arange(num_k)
         seen = (distance >= 0) & (distance <= (before if before >= 0 else num_k))
-        weights = (scores * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf).softmax(-1)
-        outputs.append(torch.einsum("hnm,mhd->nhd", weights, v[first:last].double()))
-    return torch.cat(outputs)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        yield slice(start, end), slice(first, last), weights
+
+
+def use_stand_ins(monkeypatch):
+    """The GPU's two operations, forward and backward, on a CPU."""
+
+    def repeated(q, k, v):
+        num = q.shape[1] // k.shape[1]
+        return q.double(), *(x.double().repeat_interleave(num, dim=1) for x in (k, v))
+
+    def forward(q, k, v, starts, key_starts, longest, longest_k, **options):
+        assert longest == starts.diff().max() and longest_k == key_starts.diff().max()
+        assert options["return_aux"].lse
+        wide = repeated(q, k, v)
+        out = torch.zeros_like(q)
+        for rows, keys, p in by_sequence(*wide, starts, key_starts, options["window_size"]):
+            out[rows] = torch.einsum("hnm,mhd->nhd", p, wide[2][keys]).to(q.dtype)
+        return out, torch.full((q.shape[1], q.shape[0]), 7.0)
+
+    def backward(grad, q, k, v, out, lse, starts, key_starts, longest, longest_k, *rest):
+        is_causal, state, _, window_size = rest
+        assert longest == starts.diff().max() and longest_k == key_starts.diff().max()
+        assert (lse == 7).all() and lse.shape == (q.shape[1], q.shape[0])
+        assert is_causal == (window_size[0] == -1) and (state == 0).all()
+        wide = repeated(q, k, v)
+        grads = [torch.zeros_like(x) for x in wide]
+        delta = (grad.double() * out).sum(-1)  # [N, H]
+        for rows, keys, p in by_sequence(*wide, starts, key_starts, window_size):
+            grads[2][keys] = torch.einsum("hnm,nhd->mhd", p, grad[rows].double())
+            dp = torch.einsum("nhd,mhd->hnm", grad[rows].double(), wide[2][keys])
+            ds = p * (dp - delta[rows].t()[..., None]) * q.shape[-1] ** -0.5
+            grads[0][rows] = torch.einsum("hnm,mhd->nhd", ds, wide[1][keys])
+            grads[1][keys] = torch.einsum("hnm,nhd->mhd", ds, wide[0][rows])
+        shapes = q.shape[1], k.shape[1], v.shape[1]
+        return [
+            x.unflatten(1, (heads, -1)).sum(2).to(q.dtype)
+            for x, heads in zip(grads, shapes, strict=True)
+        ]
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", forward)
+    monkeypatch.setattr("torch.nn.attention.varlen._varlen_attn_backward", backward)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -406,12 +444,17 @@ def test_queries_see_the_keys_that_are_gathered_for_them_up_to_the_end(
     monkeypatch, backend, window
 ):
     """A mask aligned at the start would let the first response see one token of the prompt."""
-    if backend == "kernel":
-        name = "torch.nn.attention.varlen.varlen_attn"
-        monkeypatch.setattr(name, kernel_of_separate_lengths)
-        monkeypatch.setattr(attention, "_segment_attention", attention._varlen_attention)
     tensors = inputs(12)
-    found = packed_attention(nn.Identity(), *tensors, None, sliding_window=window, **SHARED)[0]
+    if backend == "kernel":
+        use_stand_ins(monkeypatch)
+        q, k, v = (x[0].transpose(0, 1) for x in tensors)
+        order = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
+        spans = [SHARED[name] for name in order]
+        before = window - 1 if window else -1
+        out = attention._gathered_varlen(q, k, v, SHARED["key_index"], *spans, None, before)
+        found = out[0][None]
+    else:
+        found = packed_attention(nn.Identity(), *tensors, None, sliding_window=window, **SHARED)[0]
     expected = shared_reference(*tensors, sliding_window=window)
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
@@ -421,13 +464,19 @@ def test_queries_see_the_keys_that_are_gathered_for_them_up_to_the_end(
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_of_a_key_that_many_see_are_added_up_in_fp32():
+def test_gradients_of_a_key_that_many_see_are_added_up_in_fp32(monkeypatch):
     """In bf16 the sum of 1 and 300 times 2^-9 is 1."""
-    x = torch.ones(1, 1, 1).bfloat16().requires_grad_()
-    weights = torch.tensor([1.0] + [2.0**-9] * 300).bfloat16()[:, None, None]
-    gathered = attention._gathered(x, torch.zeros(301, dtype=torch.int64))
-    (gathered * weights).sum().backward()
-    assert x.grad.item() == pytest.approx(1 + 300 / 512, rel=1 / 256)
+    parts = torch.tensor([1.0] + [2.0**-9] * 300).bfloat16()[:, None, None]
+    monkeypatch.setattr(
+        "torch.nn.attention.varlen._varlen_attn_backward", lambda grad, q, *_: (q.clone(), parts, 2 * parts)
+    )
+    one = torch.ones(1, 1, 1).bfloat16()
+    index = torch.zeros(301, dtype=torch.int64)
+    edges = torch.tensor([0, 1]), torch.tensor([0, 301])
+    inputs = one, one, one, one, one, one[0].float(), index, *edges, 1, 301, None, -1
+    _, grad_k, grad_v = attention._gathered_varlen_backward(*inputs)
+    assert grad_k.item() == pytest.approx(1 + 300 / 512, rel=1 / 256)
+    assert grad_v.item() == pytest.approx(2 + 600 / 512, rel=1 / 256)
 
 
 @pytest.mark.gpu
