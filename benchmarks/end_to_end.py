@@ -11,6 +11,8 @@ Workloads (64 prompts x 8 samples, GSM8K's questions, a learning rate of 1e-6, n
     w1       256 new tokens, forced; the engine keeps its memory      SmolLM2-135M
     w2       512 new tokens, forced; the engine sleeps in each update  Qwen2 1.5 B, random weights
     natural  128 prompts, up to 1,024 new tokens, as the model ends    SmolLM2-135M
+    long     16 prompts of some 2,000 tokens, worked examples before each question; 256 new
+             tokens, forced; the engine sleeps                         Qwen2 1.5 B, random weights
     smoke    4 prompts x 4 samples of 8 tokens: whether a program runs, on a CPU too
 Programs: handful (grpo.py), trl (vLLM colocated), trl-generate (Transformers' generate), verl.
 A program with packages of its own gets them by --site NAME DIR, other settings by
@@ -57,6 +59,7 @@ class Workload:
     handful: str  # flags
     trl: str
     verl: str
+    prompt_tokens: int = 0  # worked examples fill a prompt up to here; 0: the question alone
 
 
 WORKLOADS = {
@@ -83,6 +86,15 @@ WORKLOADS = {
         handful="--tokens-per-row 65536",
         trl="--micro-batch 64 --memory-fraction 0.25",
         verl="--micro-tokens 32768",
+    ),
+    "long": Workload(
+        *(16, 8, 256),
+        forced=True,
+        sleep=True,
+        handful="--data.max-prompt-tokens 2200",
+        trl="--micro-batch 8 --memory-fraction 0.4 --max-prompt 2200",
+        verl="",
+        prompt_tokens=2048,
     ),
     "smoke": Workload(
         *(4, 4, 8),
@@ -124,6 +136,27 @@ def command_of(program: str, args, metrics: Path) -> list[str]:
         ]
     parts += [flags for name, flags in args.extra if name == program]
     return [sys.executable, *shlex.split(" ".join(parts))]
+
+
+def with_examples(data: str, model: str, num_tokens: int, file: Path) -> str:
+    """The file, with worked examples from `data` before each of its questions."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = [json.loads(line) for line in Path(data).read_text().splitlines()]
+    texts = [f"{row['question']}\n{row['answer']}\n\n" for row in rows]
+    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    with file.open("w") as out:
+        for i, row in enumerate(rows):
+            room = num_tokens - 50 - lengths[i]  # 50: the chat template
+            examples = ""
+            k = i + 1
+            while room >= lengths[k % len(rows)] and k < i + len(rows):
+                examples += texts[k % len(rows)]
+                room -= lengths[k % len(rows)]
+                k += 1
+            out.write(json.dumps(row | {"question": examples + row["question"]}) + "\n")
+    return str(file)
 
 
 def num_steps(program: str, args) -> int:
@@ -288,6 +321,11 @@ def main() -> None:
     memory = DeviceMemory()
     args.model = str(Path(args.model).resolve())
     args.data = str(Path(args.data).resolve())
+    num_tokens = WORKLOADS[args.workload].prompt_tokens
+    if num_tokens:
+        args.directory = args.directory or tempfile.mkdtemp()
+        file = Path(args.directory).resolve() / "with_examples.jsonl"
+        args.data = with_examples(args.data, args.model, num_tokens, file)
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans come to us
     for round_ in range(1, args.rounds + 1):
         for program in args.programs:

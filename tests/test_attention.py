@@ -468,7 +468,8 @@ def test_gradients_of_a_key_that_many_see_are_added_up_in_fp32(monkeypatch):
     """In bf16 the sum of 1 and 300 times 2^-9 is 1."""
     parts = torch.tensor([1.0] + [2.0**-9] * 300).bfloat16()[:, None, None]
     monkeypatch.setattr(
-        "torch.nn.attention.varlen._varlen_attn_backward", lambda grad, q, *_: (q.clone(), parts, 2 * parts)
+        "torch.nn.attention.varlen._varlen_attn_backward",
+        lambda grad, q, *_: (q.clone(), parts, 2 * parts),
     )
     one = torch.ones(1, 1, 1).bfloat16()
     index = torch.zeros(301, dtype=torch.int64)
