@@ -150,11 +150,10 @@ def with_examples(data: str, model: str, num_tokens: int, file: Path) -> str:
         for i, row in enumerate(rows):
             room = num_tokens - 50 - lengths[i]  # 50: the chat template
             examples = ""
-            k = i + 1
-            while room >= lengths[k % len(rows)] and k < i + len(rows):
-                examples += texts[k % len(rows)]
-                room -= lengths[k % len(rows)]
-                k += 1
+            for k in range(i + 1, i + 60):
+                if lengths[k % len(rows)] <= room:
+                    examples += texts[k % len(rows)]
+                    room -= lengths[k % len(rows)]
             out.write(json.dumps(row | {"question": examples + row["question"]}) + "\n")
     return str(file)
 
