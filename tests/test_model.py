@@ -665,18 +665,16 @@ def kernel_attention(name):
     """
 
     @torch.library.custom_op(f"handful_test::{name}", mutates_args=())
-    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-        return q.transpose(1, 2).contiguous().clone()
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, starts: Tensor, keys: Tensor, most: int, most_keys: int
+    ) -> Tensor:
+        return q.contiguous().clone()
 
-    attend.register_fake(
-        lambda q, k, v, cu_seqlens, longest: q.transpose(1, 2).contiguous().clone()
-    )
-    attend.register_autograd(
-        lambda context, grad: (grad.transpose(1, 2).clone(), None, None, None, None)
-    )
+    attend.register_fake(lambda q, *_: q.contiguous().clone())
+    attend.register_autograd(lambda context, grad: (grad.clone(), *[None] * 6))
 
-    def backend(query, key, value, scaling, window, cu_seqlens, longest):
-        return attend(query, key, value, cu_seqlens, longest)
+    def backend(q, k, v, scaling, window, spans):
+        return attend(q, k, v, *spans)
 
     return backend
 

@@ -2,6 +2,7 @@
 response.
 """
 
+import contextlib
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,21 +10,33 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import Scripted, largest_difference, records, settings, train, weights
 from ranks import run_ranks
 from rows import ARCHITECTURES, VOCAB_SIZE, make_model
 from test_logprobs import tiny_reward_model
+from test_model import kernel_attention
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+import attention
+import logprobs
 import memory
 from advantages import GaeConfig, estimate
 from attention import use_packed_attention
 from batch import BatchConfig, assign
 from exchange import exchange
 from guard import Guard
-from logprobs import model_scores, token_logprobs, token_values, with_values
+from logprobs import model_scores, token_logprobs, token_values, warm_up, with_values
 from losses import CriticConfig, LossConfig, actor_loss, critic_loss
 from metrics import Cost, Metrics
-from packing import common_prefixes, lay_out, pack, pack_alike, sequence, unpack
+from packing import (
+    common_prefixes,
+    lay_out,
+    pack,
+    pack_alike,
+    rows_of_all_sizes,
+    sequence,
+    unpack,
+)
 from prefix import share
 
 
@@ -410,3 +423,67 @@ def test_moved_rows_are_whole_and_plain_ones_stay_as_they_were():
     assert rows[0][0].prefix is None and len(rows[0][0].tokens) == sum(
         len(s["tokens"]) for s in sequences
     )
+
+
+@pytest.mark.slow
+def test_20_steps_of_a_job_have_the_metrics_of_plain_rows(tiny, files, tmp_path):
+    """The responses follow from the prompts, as one other token would make another run of it."""
+    found = []
+    for shares in (False, True):
+        args = settings(
+            tiny,
+            files,
+            tmp_path / str(shares),
+            num_steps=20,
+            learning_rate=1e-3,
+            batch=dict(num_epochs=2, share_prefixes=shares),
+            loss=dict(kl_coef=0.05, entropy_coef=0.01, ratio="sequence"),
+        )
+        out = train(args, world_size=2, **{"hf_backend.HfBackend": Scripted})
+        found.append((records(out), weights(out)))
+    (plain, plain_weights), (shared, shared_weights) = found
+    assert largest_difference(shared_weights, plain_weights) < 1e-4
+    names = [
+        name for name in plain[0] if name.split("/")[0] in ("actor", "reward", "response_length")
+    ]
+    assert len(names) > 12
+    for one, other in zip(plain, shared, strict=True):
+        for name in names:
+            assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+        assert other["packing/efficiency"] < one["packing/efficiency"]
+
+
+@pytest.mark.slow
+def test_after_a_warm_up_no_shared_row_compiles_anything(monkeypatch):
+    compile_layer = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda self, **_: compile_layer(self, backend="eager", dynamic=True),
+    )
+    monkeypatch.setattr(attention, "_segment_attention", kernel_attention("shared_warm_up"))
+    monkeypatch.setattr(logprobs, "_compiled", lambda function: function)
+
+    def job():
+        from torch._dynamo.utils import counters
+
+        torch._dynamo.reset()
+        counters.clear()
+        model = make_model()
+        for layer in model.model.layers:
+            layer.compile(dynamic=True)
+        config = BatchConfig(group_size=4, tokens_per_row=2048)
+        warm_up([model], rows_of_all_sizes(config, 60, share), contextlib.nullcontext)
+        compiled = counters["stats"]["unique_graphs"]
+        rows = pack([], 2048, num_rows=1, like=sequence(ids(3), ids(4)), share=share)
+        for seed, sizes in enumerate(([4] * 8, [1], [1, 1], [4], [2, 4, 3])):
+            sequences, groups = random_groups(sizes, 60, 30, seed=seed)
+            rows += pack(sequences, 2048, groups=groups, share=share)
+        for row in rows:
+            token_logprobs(model, row)[0].sum().backward()
+            with torch.no_grad():
+                token_logprobs(model, row)
+        return compiled, counters["stats"]["unique_graphs"]
+
+    [(compiled, after)] = run_ranks(1, job, timeout_s=300)
+    assert 1 <= compiled == after

@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 PROGRAM = """
 import contextlib, sys
 import torch
-import attention, logprobs, model, run
-from packing import BatchConfig
+import attention, logprobs, model, packing, prefix, run
+from batch import BatchConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 3}
 config = LlamaConfig(vocab_size=999, hidden_size=576, intermediate_size=1536, **heads)
@@ -24,7 +24,8 @@ policy = model.load_policy(sys.argv[1], run.init_distributed(0, 60))
 attention.use_packed_attention(policy)
 compiled = []
 torch._dynamo.callback_handler.register_start_callback(compiled.append)
-rows = BatchConfig(tokens_per_row=16384).rows_of_all_sizes(1024)
+share = prefix.share if sys.argv[2] == "shared" else None
+rows = packing.rows_of_all_sizes(BatchConfig(tokens_per_row=16384), 1024, share)
 logprobs.warm_up([policy], rows, lambda model: contextlib.nullcontext(), both=False)
 before = len(compiled)
 for row in rows[1:4]:
@@ -33,8 +34,9 @@ print("layers", torch._dynamo.utils.counters["stats"]["unique_graphs"], len(comp
 """
 
 
-def test_a_layer_is_compiled_once_for_all_row_sizes(tmp_path):
-    command = [sys.executable, "-c", PROGRAM, tmp_path / "model"]
+@pytest.mark.parametrize("layout", ["plain", "shared"])
+def test_a_layer_is_compiled_once_for_all_row_sizes(tmp_path, layout):
+    command = [sys.executable, "-c", PROGRAM, tmp_path / "model", layout]
     job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert job.returncode == 0, job.stderr[-4000:]
     num_graphs, num_later = job.stdout.split("layers ")[1].split()
