@@ -168,10 +168,21 @@ def packed_attention(
             "model's forward; for padded batches and generate() call "
             'model.set_attn_implementation("sdpa") first'
         )
+    _refuse_others(module, query, value, attention_mask, softcap, s_aux, dropout, is_causal)
+    spans = Spans(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    if key_index is not None:
+        spans = Spans(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
+    out = _attend(q, k, v, scaling, sliding_window, spans, key_index)
+    return out[None], None
+
+
+def _refuse_others(module, query, value, mask, softcap, s_aux, dropout, is_causal) -> None:
+    """ValueError for what neither backend computes."""
     if (
         softcap is not None
         or s_aux is not None
-        or attention_mask is not None
+        or mask is not None
         or query.shape[0] != 1
         or query.shape[-1] != value.shape[-1]  # latent attention
     ):
@@ -184,21 +195,6 @@ def packed_attention(
         raise ValueError(f"{type(module).__name__}: packed attention drops nothing; {advice}")
     if is_causal is False:
         raise ValueError(f"{type(module).__name__}: is not causal: {ONE_WAY}")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
-    spans = Spans(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-    if key_index is not None:
-        spans = Spans(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    if query.is_cuda and key_index is not None:
-        before = sliding_window - 1 if sliding_window else -1
-        out, _ = _gathered_varlen(q, k, v, key_index, *spans, scaling, before)
-    elif query.is_cuda:
-        out = _varlen_attention(q, k, v, scaling, sliding_window, spans)
-    else:
-        if key_index is not None:
-            # Not k[key_index]: the sums of its backward have another order each time.
-            k, v = k.index_select(0, key_index), v.index_select(0, key_index)
-        out = _segment_attention(q, k, v, scaling, sliding_window, spans)
-    return out[None], None
 
 
 class Spans(NamedTuple):
@@ -208,6 +204,19 @@ class Spans(NamedTuple):
     keys: Tensor
     max_queries: int
     max_keys: int
+
+
+def _attend(q, k, v, scaling, window, spans: Spans, index: Tensor | None) -> Tensor:
+    if q.is_cuda and index is not None:
+        out, _ = _gathered_varlen(q, k, v, index, *spans, scaling, window - 1 if window else -1)
+        return out
+    if q.is_cuda:
+        return _varlen_attention(q, k, v, scaling, window, spans)
+    if index is not None:
+        # Not k[index]: the sums of its backward have another order each time.
+        k = k.index_select(0, index)
+        v = v.index_select(0, index)
+    return _segment_attention(q, k, v, scaling, window, spans)
 
 
 def _varlen_attention(q, k, v, scaling, window, spans: Spans) -> Tensor:

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ENTRIES = {"grpo", "ppo"}
-ALGORITHM = {"data", "advantages", "packing", "losses", "logprobs"}
+ALGORITHM = {"data", "batch", "advantages", "packing", "prefix", "losses", "logprobs"}
 MACHINE = {
     "model",
     "optim",

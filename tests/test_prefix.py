@@ -22,7 +22,7 @@ import logprobs
 import memory
 from advantages import GaeConfig, estimate
 from attention import use_packed_attention
-from batch import BatchConfig, assign
+from batch import BatchConfig
 from exchange import exchange
 from guard import Guard
 from logprobs import model_scores, token_logprobs, token_values, warm_up, with_values
@@ -359,22 +359,6 @@ def test_a_step_is_the_same_on_any_ranks_and_groups_are_split_where_it_pays(num_
         assert [t["sequences"] for t in totals] == [8, 8]
     num_computed = sum(sum(map(sum, lengths)) for _, lengths, _ in results)
     assert num_computed < 0.9 * sum(map(sum, plain_lengths))
-
-
-def test_a_group_is_dealt_whole_and_in_parts_only_if_ranks_would_wait():
-    lengths = [100 + n for n in (10, 20, 30, 40)] * 8
-    shared = [100] * 32
-    whole = assign(lengths, [0] * 32, 4, 4096, shared=shared, num_sharing=4)
-    assert all(len(set(whole[i : i + 4])) == 1 for i in range(0, 32, 4))
-    assert sorted(whole.count(rank) for rank in range(4)) == [8, 8, 8, 8]
-    # One group on 4 ranks: a prompt of 2 tokens is copied, one of 200 tokens is not worth it in 4.
-    lengths = [202, 202, 202, 202]
-    one = assign(lengths, [0] * 4, 4, 4096, shared=[2] * 4, num_sharing=4)
-    assert sorted(one) == [0, 1, 2, 3]
-    assert assign(lengths, [0] * 4, 1, 4096, shared=[2] * 4, num_sharing=4) == [0] * 4
-    # Two groups in different minibatches do not wait for each other.
-    two = assign([110] * 8, [0] * 4 + [1] * 4, 2, 4096, shared=[100] * 8, num_sharing=4)
-    assert [two[:4].count(0), two[4:].count(0)] == [2, 2]
 
 
 def test_a_shared_row_that_is_cut_in_two_has_the_prompt_in_both_parts():
