@@ -74,6 +74,7 @@ def main(seed: int = 24) -> None:
 
     print("4. Log-probabilities of the policy as it is now: old_logprobs, in the tables below.")
     [[row]] = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature=1.0)
+    a, sampler, old = (row.fields[n] for n in ("advantages", "rollout_logprobs", "old_logprobs"))
 
     for epoch in range(batch.num_epochs):
         print(f"5. Update, pass {epoch + 1}.")
@@ -82,9 +83,7 @@ def main(seed: int = 24) -> None:
         for i in row.fields["response_mask"].nonzero().flatten().tolist():
             alone = replace(row, fields=row.fields | {"response_mask": torch.arange(len(new)) == i})
             term, _ = losses.actor_loss(new, entropy, alone, total, losses.LossConfig(), 8)
-            names = ("advantages", "rollout_logprobs", "old_logprobs")
-            a, sampler, old = (row.fields[name][i] for name in names)
-            numbers = (a, sampler, old, new[i], (new[i] - old).exp(), term)
+            numbers = (a[i], sampler[i], old[i], new[i], (new[i] - old[i]).exp(), term)
             print(f"   {tokenizer.decode(row.tokens[i]):5}", *(f"{x.item():8.4f}" for x in numbers))
         loss, _ = losses.actor_loss(new, entropy, row, total, losses.LossConfig(), 8)
         loss.backward()

@@ -63,6 +63,10 @@ MISTAKES = {
     ),
     "answers": ("math_reward('4', None)", "needs an answer"),
     "attention": ("model(torch.tensor([[7, 8]]))", "pass the row's cu_seqlens"),
+    "batch": (
+        "BatchConfig(prompts_per_step=8, num_minibatches=3)",
+        "--prompts-per-step 8: must be divisible by --num-minibatches 3; try --prompts-per-step 9",
+    ),
     "checkpoint": ("save('checkpoints', 1, state)", "is of a later step, so of another run"),
     "comms": ("quantize_gradients(nn.Linear(8, 8))", "no FSDP module: call fully_shard first"),
     "data": (
@@ -111,7 +115,16 @@ MISTAKES = {
     "run": ("from run import RunConfig; RunConfig(name='a/b')", "--name 'a/b': must be the name"),
 }
 # Who has nothing to refuse: no setting, and any text is an answer.
-WITHOUT = {"curves", "expressions", "guard", "hardware", "memory", "sampling", "worker"}
+WITHOUT = {
+    "curves",
+    "expressions",
+    "guard",
+    "hardware",
+    "memory",
+    "prefix",
+    "sampling",
+    "worker",
+}
 
 
 def example_of(name):
