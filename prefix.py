@@ -37,7 +37,7 @@ Copied, with packing.py:
     from packing import pack, sequence
     from prefix import share
     two = [sequence(torch.tensor([7, 8]), torch.tensor(response)) for response in ([9], [5, 6])]
-    [row] = pack(two, capacity=8, groups=[[0, 1]], share=share)
+    [row] = pack(two, capacity=8, groups=[0, 0], share=share)
     print(row.tokens.tolist(), row.prefix.keys.tolist())  # [7, 8, 9, 5, 6] [0, 1, 2, 0, 1, 3, 4]
 """
 

@@ -61,12 +61,12 @@ def main(seed: int = 24) -> None:
     print(f"   rewards [P, G] {scores.tolist()}; advantages [P, G] {better.tolist()}")
 
     print("3. Lay out. All sequences lie in one row; attention stops where cu_seqlens says.")
-    batch = BatchConfig(2, 2, num_epochs=2, tokens_per_row=64)  # P = 2, G = 2
+    config = BatchConfig(2, 2, num_epochs=2, tokens_per_row=64)  # P = 2, G = 2
     made = [
         packing.sequence(s.prompt_ids, s.response_ids, advantages=a, rollout_logprobs=s.logprobs)
         for s, a in zip(samples, better.flatten().tolist(), strict=True)
     ]
-    rows, [total] = packing.lay_out(made, [0] * 4, batch, exchange=exchange.exchange, like=made[0])
+    rows, [total] = packing.lay_out(made, [0] * 4, config, exchange=exchange.exchange, like=made[0])
     print(f"   cu_seqlens {rows[0][0].cu_seqlens.tolist()}; response tokens, sequences: {total}")
     print("   tokens       ", *tokenizer.convert_ids_to_tokens(rows[0][0].tokens))
     print("   position_ids ", *rows[0][0].position_ids.tolist())
@@ -76,7 +76,7 @@ def main(seed: int = 24) -> None:
     [[row]] = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature=1.0)
     a, sampler, old = (row.fields[n] for n in ("advantages", "rollout_logprobs", "old_logprobs"))
 
-    for epoch in range(batch.num_epochs):
+    for epoch in range(config.num_epochs):
         print(f"5. Update, pass {epoch + 1}.")
         print("   token advantage  sampler      old      new    ratio     loss")
         new, entropy = logprobs.token_logprobs(policy, row, temperature=1.0)

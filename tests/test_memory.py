@@ -134,7 +134,7 @@ def test_a_run_with_too_long_rows_goes_on_as_with_shorter_ones(tiny, files, tmp_
     real = getattr(logprobs, name)
 
     def limited(model, row, **options):
-        if torch.is_grad_enabled() and len(row.tokens) > 60:
+        if torch.is_grad_enabled() and len(row.tokens) > 35:
             out_of_memory()
         return real(model, row, **options)
 
