@@ -30,6 +30,7 @@ import ppo
 from checkpoint import TrainState, load
 from guard import Guard
 from metrics import Metrics
+from packing import PackedRow
 from run import RunConfig
 
 ROOT = Path(guard.__file__).parent
@@ -363,7 +364,7 @@ def row(*lengths, **fields):
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     tokens = torch.arange(num)
     source = tuple(range(len(lengths)))
-    return SimpleNamespace(tokens=tokens, cu_seqlens=bounds, source=source, fields=fields)
+    return PackedRow(tokens, tokens, bounds, 0, 0, source, fields)
 
 
 def test_a_skipped_minibatch_is_counted_and_its_samples_are_written(tmp_path, clock, capsys):
