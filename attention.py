@@ -158,9 +158,9 @@ def packed_attention(
 
     `sliding_window` w: a token sees itself and the w - 1 tokens before it. key_index, with
     boundaries of its own: the keys that a sequence sees, if they are not its own tokens alone; its
-    last query sees all of them (prefix.py). Raises ValueError when
-    the boundaries are missing, and for what neither backend computes (a score soft-cap, attention
-    sinks, a mask, more than one row, dropout, a token that sees what comes after it).
+    last query sees all of them (prefix.py). Raises ValueError when the boundaries are missing, and
+    for what neither backend computes (a score soft-cap, attention sinks, a mask, more than one row,
+    dropout, a token that sees what comes after it).
     """
     if cu_seq_lens_q is None:
         raise ValueError(

@@ -28,8 +28,8 @@ and group G; the time of the head, for response tokens alone, stays:
 Gradients of a prompt's keys are sums over the responses: they are added up in fp32.
 
 What we give up: rows get less full, as a group stays together unless it is longer than a row or the
-ranks would be out of balance. Gathered keys and values are several times the row's (K/N), in one
-layer at a time if layers are compiled, in all of them otherwise. Responses that begin alike are not
+ranks would be out of balance. On a GPU keys and values are gathered in the forward and once more in
+the backward, K/N times the row's own, in one layer at a time. Responses that begin alike are not
 shared: a token has one advantage. Source: Prefix Grouper (Liu 2025, arXiv:2506.05433).
 
 Copied, with packing.py:
