@@ -2,6 +2,8 @@
 take equally long.
 """
 
+import random
+
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
@@ -123,7 +125,8 @@ def test_minibatches_are_slices_of_the_prompts_of_all_ranks():
 
 
 def test_a_group_is_dealt_whole_and_in_parts_only_if_ranks_would_wait():
-    lengths = [100 + n for n in (10, 20, 30, 40)] * 8
+    draw = random.Random(0)
+    lengths = [100 + draw.randint(10, 14) for _ in range(32)]
     shared = [100] * 32
     whole = assign(lengths, [0] * 32, 4, 4096, shared=shared, num_sharing=4)
     assert all(len(set(whole[i : i + 4])) == 1 for i in range(0, 32, 4))
@@ -133,6 +136,10 @@ def test_a_group_is_dealt_whole_and_in_parts_only_if_ranks_would_wait():
     one = assign(lengths, [0] * 4, 4, 4096, shared=[2] * 4, num_sharing=4)
     assert sorted(one) == [0, 1, 2, 3]
     assert assign(lengths, [0] * 4, 1, 4096, shared=[2] * 4, num_sharing=4) == [0] * 4
+    # The prompt of 1,000 tokens counts once: 1,040 and 500 tokens on one rank, 1,500 on the other.
+    lengths = [1010] * 4 + [375] * 4 + [125] * 4
+    long = assign(lengths, [0] * 12, 2, 10**6, shared=[1000] * 4 + [1] * 8, num_sharing=4)
+    assert long == [1] * 4 + [0] * 4 + [1] * 4
     # Two groups in different minibatches do not wait for each other.
     two = assign([110] * 8, [0] * 4 + [1] * 4, 2, 4096, shared=[100] * 8, num_sharing=4)
     assert [two[:4].count(0), two[4:].count(0)] == [2, 2]

@@ -361,6 +361,21 @@ def test_a_step_is_the_same_on_any_ranks_and_groups_are_split_where_it_pays(num_
     assert num_computed < 0.9 * sum(map(sum, plain_lengths))
 
 
+def test_parts_of_several_groups_on_a_rank_have_one_prompt_each():
+    """3 groups on 2 ranks are dealt in halves: 3 prompts of 5 tokens, 6 responses of 50."""
+
+    def job():
+        generator = torch.Generator().manual_seed(0)
+        groups = [random_group(5, [50] * 4, generator) for _ in range(3)]
+        mine = [*groups[0], *groups[1]] if dist.get_rank() == 0 else groups[2]
+        config = BatchConfig(group_size=4)
+        options = dict(exchange=exchange, like=mine[0], share=share)
+        [[row]], _ = lay_out(mine, [0] * len(mine), config, **options)
+        return len(row.tokens), row.prefix.lengths
+
+    assert run_ranks(2, job) == [(3 * 5 + 6 * 50, (0, 5) * 3)] * 2
+
+
 def test_a_shared_row_that_is_cut_in_two_has_the_prompt_in_both_parts():
     sequences, groups = random_groups([6, 2], 20, 20)
     [row] = pack(sequences, 10_000, groups=groups, share=share)
