@@ -208,7 +208,7 @@ class Spans(NamedTuple):
 
 def _attend(q, k, v, scaling, window, spans: Spans, index: Tensor | None) -> Tensor:
     if q.is_cuda and index is not None:
-        out, _ = _gathered_varlen(q, k, v, index, *spans, scaling, window - 1 if window else -1)
+        out, _ = _gathered_varlen(q, k, v, index, *spans, scaling, window or 0)
         return out
     if q.is_cuda:
         return _varlen_attention(q, k, v, scaling, window, spans)
@@ -223,8 +223,12 @@ def _varlen_attention(q, k, v, scaling, window, spans: Spans) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     k, v, gqa = _for_heads(q, k, v)
-    size = (window - 1 if window else -1, 0)
-    return varlen_attn(q, k, v, *spans, scale=scaling, window_size=size, **gqa)
+    return varlen_attn(q, k, v, *spans, scale=scaling, window_size=_size(window), **gqa)
+
+
+def _size(window: int | None) -> tuple[int, int]:
+    """Tokens before and behind a query's own that the kernel lets it see; -1: all."""
+    return (window - 1 if window else -1, 0)
 
 
 def _for_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, dict]:
@@ -253,10 +257,10 @@ def _gathered_varlen(
     max_q: int,
     max_k: int,
     scale: float | None,
-    before: int,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
     """_varlen_attention with the keys and values k[index], v[index]: [N, H, D], and the logarithms
-    of the softmax's sums [H, N]. before: tokens of the past that are seen; -1: all."""
+    of the softmax's sums [H, N]. window 0: none."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     keys, values, gqa = _for_heads(q, k.index_select(0, index), v.index_select(0, index))
@@ -270,7 +274,7 @@ def _gathered_varlen(
         max_k,
         return_aux=AuxRequest(lse=True),
         scale=scale,
-        window_size=(before, 0),
+        window_size=_size(window),
         **gqa,
     )
 
@@ -294,7 +298,7 @@ def _gathered_varlen_backward(
     max_q: int,
     max_k: int,
     scale: float | None,
-    before: int,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from torch.nn.attention import varlen
 
@@ -310,10 +314,10 @@ def _gathered_varlen_backward(
         cu_seqlens_k,
         max_q,
         max_k,
-        before < 0,
+        window == 0,  # is_causal
         torch.zeros(2, dtype=torch.uint64, device=q.device),  # the state of a dropout of 0
         scale,
-        [before, 0],
+        list(_size(window)),
     )
     # A prompt's key gets a gradient from each response: in bf16 their sum would be rounded each
     # time.

@@ -450,8 +450,7 @@ def test_queries_see_the_keys_that_are_gathered_for_them_up_to_the_end(
         q, k, v = (x[0].transpose(0, 1) for x in tensors)
         order = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
         spans = [SHARED[name] for name in order]
-        before = window - 1 if window else -1
-        out = attention._gathered_varlen(q, k, v, SHARED["key_index"], *spans, None, before)
+        out = attention._gathered_varlen(q, k, v, SHARED["key_index"], *spans, None, window or 0)
         found = out[0][None]
     else:
         found = packed_attention(nn.Identity(), *tensors, None, sliding_window=window, **SHARED)[0]
@@ -479,7 +478,7 @@ def test_gradients_of_a_key_that_many_see_are_added_up_in_fp32(monkeypatch):
     one = torch.ones(1, 1, 1).bfloat16()
     index = torch.zeros(301, dtype=torch.int64)
     edges = torch.tensor([0, 1]), torch.tensor([0, 301])
-    inputs = one, one, one, one, one, one[0].float(), index, *edges, 1, 301, None, -1
+    inputs = one, one, one, one, one, one[0].float(), index, *edges, 1, 301, None, 0
     _, grad_k, grad_v = attention._gathered_varlen_backward(*inputs)
     assert dtypes == [torch.float32, torch.float32] and grad_k.dtype == torch.bfloat16
     assert grad_k.item() == pytest.approx(1 + 300 / 512, rel=1 / 256)

@@ -376,6 +376,16 @@ def test_parts_of_several_groups_on_a_rank_have_one_prompt_each():
     assert run_ranks(2, job) == [(3 * 5 + 6 * 50, (0, 5) * 3)] * 2
 
 
+def test_a_limit_of_positions_is_of_sequences_with_their_prompt():
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    model = make_model(rope_parameters=rope, max_position_embeddings=16)
+    group = random_group(8, [2, 9], torch.Generator().manual_seed(0))
+    [row] = pack(group, 100, groups=[0, 0], share=share)
+    assert row.max_seqlen == 10
+    with pytest.raises(ValueError, match="above 16 tokens, this row's has 17"):
+        token_logprobs(model, row)
+
+
 def test_a_shared_row_that_is_cut_in_two_has_the_prompt_in_both_parts():
     sequences, groups = random_groups([6, 2], 20, 20)
     [row] = pack(sequences, 10_000, groups=groups, share=share)
