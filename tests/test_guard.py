@@ -30,7 +30,8 @@ import ppo
 from checkpoint import TrainState, load
 from guard import Guard
 from metrics import Metrics
-from packing import PackedRow
+from packing import PackedRow, pack, sequence
+from prefix import share
 from run import RunConfig
 
 ROOT = Path(guard.__file__).parent
@@ -392,6 +393,15 @@ def test_a_skipped_minibatch_is_counted_and_its_samples_are_written(tmp_path, cl
     assert not watch.is_save_due(6)
     watch.count("actor", math.nan, 6, [], meter)
     assert watch.is_save_due(6)
+
+
+def test_a_skipped_sample_is_written_with_the_prompt_that_it_shares(tmp_path, clock):
+    group = [sequence(torch.tensor([7, 8]), torch.tensor(response)) for response in ([1], [2, 3])]
+    rows = pack(group, 9, groups=[0, 0], share=share)
+    watch = Guard(RunConfig(max_skipped=2), tmp_path, 9, lambda ids: str(ids.tolist()))
+    watch.count("actor", math.nan, 4, rows, Metrics())
+    lines = (tmp_path / "skipped-rank0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["text"] for line in lines] == ["[7, 8, 1]", "[7, 8, 2, 3]"]
 
 
 def test_a_minibatch_that_all_ranks_skip_is_one(tmp_path):
