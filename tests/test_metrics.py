@@ -301,6 +301,7 @@ def packed_row(*lengths, num_response_tokens=0):
     """What metrics reads of a row; without lengths it is filler, one token of nobody."""
     ends = torch.tensor([0, *(lengths or (1,))], dtype=torch.int32).cumsum(0)
     return SimpleNamespace(
+        prefix=None,
         tokens=torch.zeros(int(ends[-1])),
         cu_seqlens=ends,
         source=tuple(range(len(lengths))),
