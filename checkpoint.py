@@ -51,7 +51,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint import state_dict as dicts
 
 FORMAT = 2  # of what is written here; what was written before had no manifest
 MANIFEST = "manifest"
@@ -63,6 +63,9 @@ class TrainState:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.model = model
         self.optimizer = optimizer
+        # Frozen beside what learns: --model's own weights, which a saved state does without.
+        is_mixed = len({p.requires_grad for p in model.parameters()}) > 1
+        self.options = dicts.StateDictOptions(ignore_frozen_params=is_mixed, strict=not is_mixed)
 
     def weights(self) -> TrainState:
         """The model alone."""
@@ -70,7 +73,7 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         is_fresh = isinstance(self.optimizer, torch.optim.Optimizer) and not self.optimizer.state
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = dicts.get_state_dict(self.model, self.optimizer, options=self.options)
         if is_fresh:  # torch has made the state by a step of learning rate 0, which must not count
             for state in self.optimizer.state.values():
                 state["step"].zero_()
@@ -80,12 +83,8 @@ class TrainState:
         kept = ("params", "lr", "initial_lr")
         groups = getattr(self.optimizer, "param_groups", [])
         settings = [{key: x for key, x in g.items() if key not in kept} for g in groups]
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        given = dict(model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        dicts.set_state_dict(self.model, self.optimizer, options=self.options, **given)
         groups = getattr(self.optimizer, "param_groups", [])  # torch has made new ones
         for group, ours in zip(groups, settings, strict=True):
             for key, value in ours.items():

@@ -634,9 +634,9 @@ def test_a_warm_up_leaves_no_gradient(monkeypatch):
     model.model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     warm_up([model, None], [row], lambda model: contextlib.nullcontext())
     assert len(backwards) == 1 and all(p.grad is None for p in model.parameters())
-    warm_up([model], [row], lambda model: contextlib.nullcontext(), both=False)
+    warm_up([model], [row], lambda model: contextlib.nullcontext(), kinds=[True])
     model.requires_grad_(False)
-    warm_up([model], [row], lambda model: contextlib.nullcontext(), both=False)
+    warm_up([model], [row], lambda model: contextlib.nullcontext(), kinds=[True])
     assert passes == [False, True, True, False] and len(backwards) == 2
 
 
