@@ -168,8 +168,8 @@ def main(flags: Args) -> None:
         meter.add_time("engine")
     temperature = args.rollout.temperature
     all_sizes = args.batch.rows_of_all_sizes(engine.max_model_len)
-    has_old = args.batch.num_epochs * args.batch.num_minibatches > 1  # passes for old_logprobs
-    kinds = [False, True] if has_old else [True]
+    # Passes without gradients are for old_logprobs.
+    kinds = [False, True] if args.batch.num_epochs * args.batch.num_minibatches > 1 else [True]
     with memory.advice(args, all_sizes):
         logprobs.warm_up([policy, reference], all_sizes, offloader.present, kinds)
         if args.lora.rank and args.loss.kl_coef:
@@ -255,7 +255,7 @@ def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt],
     has_evals = eval_sets or not args.eval_every
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)
-    frozen = 1 if args.loss.kl_coef or args.lora.rank else 0
+    frozen = int(args.loss.kl_coef > 0 or args.lora.rank > 0)
     size = hub.memory_plan(path, args.model.master_dtype, frozen, args.lora.rank)
     plan.print_plan(args, datasets, eval_sets, model=f"{path}: {size}")
     return path, tokenizer, stream, [p for prompts in eval_sets for p in prompts], scorer
@@ -306,11 +306,11 @@ def sync(args: Args, policy: nn.Module, engine: rollout.Engine, meter) -> None:
 
 def export(args: Args, policy: nn.Module, engine: rollout.Engine, path: str) -> None:
     """Write the trained model, and adapters once more by themselves. Collective."""
-    out_dir = args.run.directory
     weights = reshard.iter_full_params(policy, dtype=engine.dtype, merges=lora.merges(policy))
-    hub.export(weights, path, out_dir / "hf", engine.dtype)
+    hub.export(weights, path, args.run.directory / "hf", engine.dtype)
     if args.lora.rank:
-        adapter.write(args.lora, lora.adapters(policy), out_dir / "adapter", base=args.model_path)
+        out_dir = args.run.directory / "adapter"
+        adapter.write(args.lora, lora.adapters(policy), out_dir, base=args.model_path)
 
 
 def evaluate(args: Args, step: int, engine, scorer, tokenizer, prompts, meter, guard) -> None:

@@ -67,12 +67,15 @@ class LoraConfig:
     def __post_init__(self):
         self._require("rank", self.rank >= 0, "at least 0 (off); try 32")
         self._require("alpha", 0 < self.alpha < math.inf, "above 0; try 32")
-        has_use = self.rank or not self.path
-        self._require("rank", has_use, f"the rank of the adapter in --lora.path {self.path}")
+        is_on = self.rank > 0
+        self._require("path", is_on or not self.path, "with the --lora.rank of its adapter")
+        self._require("targets", is_on or not self.targets, "with --lora.rank 32")
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
-            raise ValueError(f"--lora.{name} {getattr(self, name)}: must be {rule}")
+            value = getattr(self, name)
+            shown = " ".join(value) if name == "targets" else value
+            raise ValueError(f"--lora.{name} {shown}: must be {rule}")
 
     @property
     def scale(self) -> float:

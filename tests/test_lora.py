@@ -1,0 +1,387 @@
+"""Adapters against a dense model W + scale B A under autograd; the reference is the base."""
+
+import contextlib
+import functools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from safetensors.torch import load_file
+from test_reshard import Recorder
+from tiny import save_tiny
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import lora
+from attention import use_packed_attention
+from checkpoint import TrainState
+from logprobs import token_logprobs, token_values
+from lora import LoraConfig, adapters, attach, disabled, fill, merged, merges
+from model import ModelConfig, load_critic, load_policy, parameters_on_meta, shard
+from optim import OptimConfig, make_optimizer, optimizer_step
+from packing import pack, sequence
+from reshard import iter_full_params, sync_weights, verify_sync
+
+CONFIG = LoraConfig(rank=3, alpha=6.0)
+RESPONSES = [6, 7, 8, 9, 1], [10, 1], [11, 12, 1]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """{kind: directory}; gemma3's intermediate size leaves the last of 4 ranks without a row."""
+    made = {"qwen2": save_tiny(tmp_path_factory.mktemp("qwen2"), "qwen2")}
+    directory = tmp_path_factory.mktemp("gemma3")
+    made["gemma3"] = save_tiny(directory, "gemma3", intermediate_size=5)
+    return made
+
+
+def load(path, config=CONFIG, stored=None, load=load_policy, **settings):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    adapt = functools.partial(attach, config=config, stored=stored or {})
+    policy = load(path, mesh, ModelConfig(**settings), adapt=adapt)
+    fill(policy, 0, stored or {})
+    use_packed_attention(policy)
+    return policy
+
+
+def frozen(path, **settings):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    base = load_policy(path, mesh, ModelConfig(**settings), trainable=False)
+    use_packed_attention(base)
+    return base
+
+
+def row_of(*responses):
+    sequences = [sequence(torch.tensor([3, 4, 5]), torch.tensor(ids)) for ids in responses]
+    [row] = pack(sequences, 64)
+    return row
+
+
+def full(x):
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+def sent_by(policy, **options):
+    """{name: tensor} of what a policy with adapters sends."""
+    buckets = iter_full_params(policy, merges=merges(policy), **options)
+    return {name: x for bucket in buckets for name, x in bucket}
+
+
+def random_adapters(model, seed=1):
+    """Values of both matrices, the same on all ranks; B is not 0."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: 0.2 * torch.randn(p.shape, generator=generator) for name, p in adapters(model).items()
+    }
+
+
+def dense(path, values, scale, responses):
+    """(log-probabilities, {name: gradient of their sum}) of W + scale B A, in fp32 by autograd."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    leaves = {name: x.clone().requires_grad_() for name, x in values.items()}
+    weights = {}
+    for name, p in model.named_parameters():
+        a, b = (leaves.get(name.replace("weight", part)) for part in ("lora_A", "lora_B"))
+        weights[name] = p.detach() if a is None else p.detach() + scale * b @ a
+    found = []
+    for ids in responses:
+        tokens = torch.tensor([[3, 4, 5, *ids]])
+        options = {"use_cache": False}
+        logits = torch.func.functional_call(model, weights, (tokens[:, :-1],), options).logits
+        found.append(logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[0, 2:, 0])
+    sum(x.sum() for x in found).backward()
+    return [x.detach() for x in found], {name: x.grad for name, x in leaves.items()}
+
+
+def check_against_dense(path, **settings):
+    """Of a policy on this number of ranks; rank r has every W-th response."""
+    base = frozen(path, compile=settings.get("compile", False))
+    policy = load(path, **settings)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = [*RESPONSES, [13, 1]][rank::world]
+    row = row_of(*mine)
+    expected, _ = token_logprobs(base, row)
+    assert torch.equal(token_logprobs(policy, row)[0], expected)  # B is 0
+    values = random_adapters(policy)
+    fill(policy, 0, values)
+    answers, gradients = dense(path, values, 2.0, [*RESPONSES, [13, 1]])
+    found, _ = token_logprobs(policy, row)
+    torch.testing.assert_close(
+        found[row.fields["response_mask"]], torch.cat(answers[rank::world]), rtol=0, atol=1e-5
+    )
+    found.sum().backward()
+    learned = {name: full(p.grad) for name, p in policy.named_parameters() if p.grad is not None}
+    assert learned.keys() == gradients.keys()  # nothing of the base
+    scale = max(x.abs().max() for x in gradients.values())
+    for name, x in gradients.items():
+        assert learned[name].dtype == torch.float32
+        assert (learned[name] - x).abs().max() <= 1e-5 * scale, name
+    return policy, row, expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_values_and_gradients_are_a_dense_models_and_the_reference_is_the_base(paths, world_size):
+    def job():
+        for path in paths.values():
+            policy, row, expected = check_against_dense(path)
+            before = {name: p.to_local().clone() for name, p in policy.named_parameters()}
+            optimizer = make_optimizer(policy, OptimConfig(), 0.1)  # zeroes gradients
+            token_logprobs(policy, row)[0].sum().backward()
+            optimizer_step(policy, optimizer, 0.1, 1.0)
+            trained = adapters(policy).keys()
+            for name, p in policy.named_parameters():
+                is_equal = torch.equal(p.to_local(), before[name])
+                assert is_equal or name in trained, name
+            with contextlib.suppress(KeyError), disabled(policy):
+                assert torch.equal(token_logprobs(policy, row)[0], expected)
+                with torch.no_grad(), disabled(policy):
+                    assert torch.equal(token_logprobs(policy, row)[0], expected)
+                assert torch.equal(token_logprobs(policy, row)[0], expected)  # still
+                raise KeyError
+            assert not torch.equal(token_logprobs(policy, row)[0], expected)  # on again
+        check_against_dense(paths["qwen2"], activation_checkpointing=True)
+
+    run_ranks(world_size, job)
+
+
+@pytest.mark.slow
+def test_compiled_layers_give_the_same_with_adapters_and_without(paths):
+    def job():
+        policy, row, expected = check_against_dense(paths["qwen2"], compile=True)
+        with disabled(policy), torch.no_grad():
+            assert torch.equal(token_logprobs(policy, row)[0], expected)
+
+    run_ranks(1, job, timeout_s=200)
+
+
+def in_bf16(path, config=None):
+    """A policy as on a GPU: computed in bf16; with adapters its base is bf16, and they are fp32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from model import load_shards
+
+    hf_config = AutoConfig.from_pretrained(path)
+    with parameters_on_meta():
+        plain = AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16)
+    attach(plain, config or LoraConfig())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    policy = shard(plain, mesh, ModelConfig(), torch.bfloat16)
+    load_shards(policy, path, new=tuple(adapters(policy)))
+    use_packed_attention(policy)
+    return policy
+
+
+def test_in_bf16_trainer_and_sampler_compute_with_the_same_bits(paths):
+    """An adapter that bf16 rounds away in part. What is sent, put into a model without adapters,
+    gives the trainer's log-probabilities to a bit, and gradients are fp32.
+    """
+
+    def job():
+        policy = in_bf16(paths["qwen2"], CONFIG)
+        fill(policy, 0, {name: 0.05 * x for name, x in random_adapters(policy).items()})
+        sampler = in_bf16(paths["qwen2"])
+        row = row_of(*RESPONSES)
+        sent = sent_by(policy, dtype=torch.bfloat16)
+        parameters = dict(sampler.named_parameters())
+        assert sent.keys() == parameters.keys()
+        for name, x in sent.items():
+            assert x.dtype == torch.bfloat16
+            lora._set(parameters[name].detach(), x)
+        found, _ = token_logprobs(policy, row)
+        assert torch.equal(found, token_logprobs(sampler, row)[0])
+        with disabled(policy):
+            assert not torch.equal(found, token_logprobs(policy, row)[0])
+        found.sum().backward()
+        return {name: full(p.grad) for name, p in policy.named_parameters() if p.grad is not None}
+
+    [alone] = run_ranks(1, job)
+    for together in run_ranks(2, job):  # each rank has the same row: twice the sum
+        for name, x in alone.items():
+            assert x.dtype == together[name].dtype == torch.float32
+            torch.testing.assert_close(together[name], 2 * x, rtol=0.05, atol=0.05 * x.abs().max())
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_what_is_sent_is_merged_in_fp32_and_rounded_once_under_the_bases_names(paths, world_size):
+    def job():
+        for path in paths.values():
+            policy = load(path)
+            values = random_adapters(policy)
+            fill(policy, 0, values)
+            expected = load_file(f"{path}/model.safetensors")
+            changed = set()
+            for name, weight in expected.items():
+                a = values.get(name.replace("weight", "lora_A"))
+                if a is not None:
+                    b = values[name.replace("weight", "lora_B")]
+                    expected[name] = (weight.double() + 2 * b.double() @ a.double()).float()
+                    changed.add(name)
+            for bucket_bytes, only in ((1, False), (1 << 29, True), (1 << 14, False)):
+                options = dict(bucket_bytes=bucket_bytes, merged_only=only)
+                sent = sent_by(policy, dtype=torch.float32, **options)
+                assert sent.keys() == (changed if only else expected.keys())
+                for name, x in sent.items():
+                    torch.testing.assert_close(x, expected[name], rtol=1e-6, atol=1e-6)
+            for name, x in sent_by(policy, dtype=torch.bfloat16).items():
+                assert x.dtype == torch.bfloat16
+                torch.testing.assert_close(x.float(), expected[name], rtol=2**-8, atol=1e-6)
+
+    run_ranks(world_size, job)
+
+
+def test_a_sync_sends_the_rest_only_if_it_is_lost_and_verify_sync_sees_what_differs(paths):
+    class Partial(Recorder):
+        holds_weights = False
+
+        def load_weights(self, buckets, partial=False):
+            self.holds_weights = True
+            return super().load_weights(buckets)
+
+    def job():
+        policy = load(paths["qwen2"])
+        base = frozen(paths["qwen2"])
+        engine = Partial(base)
+        engine.dtype = torch.float32
+        whole = sync_weights(policy, engine, merges=merges(policy))
+        fill(policy, 0, random_adapters(policy))
+        rest = 4 * sum(p.numel() for n, p in base.named_parameters() if n not in merges(policy))
+        assert sync_weights(policy, engine, merges=merges(policy)) == whole - rest
+        verify_sync(policy, engine, merges=merges(policy))
+        with torch.no_grad():
+            name = "model.layers.1.mlp.up_proj.lora_B"
+            adapters(policy)[name].to_local()[0, 0] += 0.1
+        with pytest.raises(RuntimeError, match=r"1 of 26 .*layers/1/mlp/up_proj"):
+            verify_sync(policy, engine, merges=merges(policy))
+        with pytest.raises(ValueError, match=r"lora_A: is a part of a weight"):
+            sync_weights(policy, engine)
+
+    run_ranks(2, job)
+
+
+def test_verify_sync_sees_an_adapter_that_is_sent_wrongly(paths):
+    """By a merge that is not the model's: verify_sync gathers by torch's own means."""
+
+    def job():
+        policy = load(paths["qwen2"])
+        fill(policy, 0, random_adapters(policy))
+        engine = Recorder(frozen(paths["qwen2"]))
+        engine.dtype = torch.float32
+        engine.holds_weights = False
+        calls = []
+
+        def wrong(weight, a, b):
+            calls.append(1)
+            return merged(weight, a, b, scale=2.0 if len(calls) % 2 else 2.1)
+
+        name = "model.layers.0.mlp.up_proj.weight"
+        others = {name: (merges(policy)[name][0], wrong)}
+        given = merges(policy) | others
+        sync_weights(policy, engine, merges=given)
+        with pytest.raises(RuntimeError, match=f"{name} is sent with other numbers"):
+            verify_sync(policy, engine, merges=given)
+
+    run_ranks(1, job)
+
+
+def test_first_values_are_the_same_on_any_number_of_ranks_and_others_with_another_seed(paths):
+    def job():
+        policy = load(paths["gemma3"])
+        first = {name: full(p) for name, p in adapters(policy).items()}
+        fill(policy, 1)
+        assert not torch.equal(full(adapters(policy)[A]), first[A])
+        return first
+
+    A = "model.layers.0.self_attn.q_proj.lora_A"
+    [alone] = run_ranks(1, job)
+    for found in run_ranks(4, job):
+        assert all(torch.equal(x, found[name]) for name, x in alone.items())
+    for name, x in alone.items():
+        if name.endswith("lora_B"):
+            assert not x.any()
+        else:
+            bound = 1 / math.sqrt(x.shape[1])
+            assert 0.8 * bound < x.abs().max() <= bound and x.unique().numel() == x.numel()
+
+
+def test_a_critic_trains_its_adapters_and_its_head(paths):
+    def job():
+        critic = load(paths["qwen2"], load=load_critic)
+        names = {name for name, p in critic.named_parameters() if p.requires_grad}
+        assert names == {*adapters(critic), "score.weight"}
+        token_values(critic, row_of(*RESPONSES)).sum().backward()
+        assert full(critic.score.weight.grad).abs().max() > 0
+        assert TrainState(critic, ()).state_dict()["model"].keys() == names
+
+    run_ranks(2, job)
+
+
+def test_rank_0_changes_nothing(paths):
+    def job():
+        policy = load(paths["qwen2"], LoraConfig())
+        assert not adapters(policy) and not merges(policy)
+        assert all(p.requires_grad for p in policy.parameters())
+        assert not any(type(m).__name__ == "LoraLinear" for m in policy.modules())
+
+    run_ranks(1, job)
+
+
+def test_scale_and_targets_are_those_of_the_config():
+    def model():
+        return nn.ModuleDict({"q_proj": nn.Linear(8, 4), "mlp": nn.Sequential(nn.Linear(8, 8))})
+
+    for config, scale in (
+        (LoraConfig(rank=4), 8.0),
+        (LoraConfig(rank=4, alpha=2.0, rank_stabilized=True), 1.0),
+    ):
+        made = model()
+        attach(made, config)
+        assert made["q_proj"].scale == scale and len(adapters(made)) == 4
+    for target, name in {"q_proj": "q_proj", "mlp.0": "mlp.0", "0": "mlp.0"}.items():
+        made = model()
+        attach(made, LoraConfig(rank=2, targets=(target,)))
+        trained = [name for name, p in made.named_parameters() if p.requires_grad]
+        assert trained == list(adapters(made)) == [f"{name}.lora_A", f"{name}.lora_B"]
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(rank=-1), "--lora.rank -1: must be at least 0"),
+        (dict(rank=2, alpha=0.0), "--lora.alpha 0.0: must be above 0"),
+        (dict(path="x"), "--lora.path x: must be with the --lora.rank of its adapter"),
+        (dict(targets=("q", "v")), "--lora.targets q v: must be with --lora.rank 32"),
+        (dict(rank=2, targets=("q_proj", "c_attn")), "--lora.targets c_attn: must be the end"),
+        (dict(rank=2, targets=("lm_head",)), "there are: q_proj k_proj v_proj o_proj gate_proj"),
+        (dict(rank=33), r"--lora.rank 33: must be at most 32 for model.layers.0.self_attn.k_proj"),
+    ],
+)
+def test_a_bad_setting_is_refused_in_a_line(tmp_path, settings, message):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = save_tiny(tmp_path, "llama")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    with pytest.raises(ValueError, match=message) as error:
+        attach(model, LoraConfig(**settings))
+    assert "\n" not in str(error.value)
+
+
+def test_an_adapter_of_another_base_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(8, 8))
+    config = LoraConfig(rank=2, path="there")
+    good = {"0.lora_A": torch.ones(2, 8), "0.lora_B": torch.ones(8, 2)}
+    for stored, message in (
+        (good | {"1.lora_A": torch.ones(2, 8)}, "--lora.path there: has 1.lora_A, unlike the mod"),
+        ({"0.lora_A": good["0.lora_A"]}, "--lora.path there: lacks 0.lora_B, unlike the model"),
+        (good | {"0.lora_B": torch.ones(9, 2)}, r"is of another base: 0.lora_B is \[9, 2\], the"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attach(nn.Sequential(nn.Linear(8, 8)), config, stored)
+    attach(model, config, good)
+    fill(model, 0, good)
+    torch.testing.assert_close(model(torch.zeros(8)), model[0].bias)
