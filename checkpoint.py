@@ -74,6 +74,9 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         is_fresh = isinstance(self.optimizer, torch.optim.Optimizer) and not self.optimizer.state
         model, optimizer = dicts.get_state_dict(self.model, self.optimizer, options=self.options)
+        if self.options.ignore_frozen_params:  # torch leaves a tied head in
+            known = dict(self.model.named_parameters(remove_duplicate=False))
+            model = {n: x for n, x in model.items() if n not in known or known[n].requires_grad}
         if is_fresh:  # torch has made the state by a step of learning rate 0, which must not count
             for state in self.optimizer.state.values():
                 state["step"].zero_()
@@ -108,12 +111,8 @@ class GeneratorState:
         import numpy
 
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        return dict(
-            python=random.getstate(),
-            numpy=numpy.random.get_state(),
-            torch=torch.get_rng_state(),
-            cuda=cuda,
-        )
+        state = {"python": random.getstate(), "numpy": numpy.random.get_state()}
+        return state | {"torch": torch.get_rng_state(), "cuda": cuda}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         import numpy

@@ -1,21 +1,30 @@
 """Adapters against a dense model W + scale B A under autograd; the reference is the base."""
 
+import argparse
 import contextlib
 import functools
 import math
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
+from engines import EOS, LIMIT, PROMPTS, differences
+from jobs import joined, records, settings, train, weights
+from lab import lab
 from ranks import run_ranks
 from safetensors.torch import load_file
 from test_reshard import Recorder
 from tiny import save_tiny
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import grpo
 import lora
+import ppo
+import run
 from attention import use_packed_attention
 from checkpoint import TrainState
 from logprobs import token_logprobs, token_values
@@ -24,6 +33,9 @@ from model import ModelConfig, load_critic, load_policy, parameters_on_meta, sha
 from optim import OptimConfig, make_optimizer, optimizer_step
 from packing import pack, sequence
 from reshard import iter_full_params, sync_weights, verify_sync
+from rollout import Engine, RolloutConfig
+from tools import export
+from vllm_backend import VllmBackend
 
 CONFIG = LoraConfig(rank=3, alpha=6.0)
 RESPONSES = [6, 7, 8, 9, 1], [10, 1], [11, 12, 1]
@@ -385,3 +397,111 @@ def test_an_adapter_of_another_base_is_refused_by_name():
     attach(model, config, good)
     fill(model, 0, good)
     torch.testing.assert_close(model(torch.zeros(8)), model[0].bias)
+
+
+# In a run
+
+
+@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
+def test_a_run_goes_on_exactly_from_adapters_alone(tiny, files, tmp_path, entry, monkeypatch):
+    """With a KL term, and what waits in host memory: the policy, which is its own reference, stays.
+    The engine keeps its weights: from the second sync on it gets those with adapters alone.
+    """
+    changes = dict(
+        lora=dict(rank=4),
+        loss=dict(kl_coef=0.1),
+        offload=True,
+        verify_sync=True,
+        num_steps=4,
+        eval_every=2,
+        eval_paths=(str(files / "3.jsonl"),),
+    )
+    saves = dict(save_every=2)
+    whole = train(settings(tiny, files, tmp_path / "whole", entry, **changes))
+    first = changes | dict(num_steps=2, run=saves)
+    parts = train(settings(tiny, files, tmp_path / "parts", entry, **first))
+    for state in (parts / "checkpoints" / "step-000002", *(parts / "best").iterdir()):
+        known = FileSystemReader(state).read_metadata().state_dict_metadata
+        names = [name for name in known if re.match(r"(policy|critic)\.model\.", name)]
+        assert len(names) >= 28 and all(re.search("lora_[AB]$|score.weight", n) for n in names)
+    last = changes | dict(run=saves | dict(resume=True))
+    for other in (dict(rank=3), dict(rank=4, alpha=1.0), dict(rank=4, targets=("q_proj",))):
+        args = settings(tiny, files, tmp_path / "parts", entry, **last | dict(lora=other))
+        with pytest.raises(ValueError, match=r"was made with --lora\.\w+ .*; give the same"):
+            args.run.check(args, tiny)
+    train(settings(tiny, files, tmp_path / "parts", entry, **last))
+    assert all(x.equal(weights(parts)[name]) for name, x in weights(whole).items())
+    for name in ("actor/kl_loss", "actor/grad_norm", "reward/mean"):
+        found = [record[name] for record in records(parts)]
+        assert found == [record[name] for record in records(whole)]
+        assert name != "actor/kl_loss" or found[-1] > 0
+    sizes = [record["communication/sync_gb"] for record in records(whole)]
+    expected = load_file(f"{tiny}/model.safetensors")
+    assert sizes[0] > sizes[1] == sizes[2] > 0
+    changed = [n for n, x in weights(whole).items() if not x.equal(expected[n])]
+    assert len(changed) == 14  # seven matrices in each of two layers
+
+    monkeypatch.setattr(run, "init_distributed", joined)
+    out = tmp_path / "exported"
+    asked = argparse.Namespace(run=parts, out=out, step=4, best=False)
+    run_ranks(1, export.main, asked)
+    found = load_file(out / "model.safetensors")
+    assert all(x.equal(found[name]) for name, x in weights(whole).items())
+
+
+def test_an_engine_whose_sleep_discards_weights_holds_none_when_it_wakes(monkeypatch):
+    class Backend:
+        model = None
+
+        def __getattr__(self, name):
+            return lambda *_: set()
+
+    def holds(**changes):
+        config = RolloutConfig(**changes)
+        sizes = dict(max_prompt_tokens=8, num_samples=1, stop_ids=[1])
+        engine = Engine(lambda *_, **__: Backend(), "x", config, **sizes)
+        found = []
+        for _ in range(2):
+            with engine.awake():
+                found.append(engine.holds_weights)
+                engine.load_weights([])
+        return found
+
+    with_vllm = dict(engine="vllm")
+    assert holds(engine="hf") == [False, True]
+    assert holds(**with_vllm) == [False, True]
+    assert holds(**with_vllm, quantization="fp8_per_channel") == [False, False]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert holds(**with_vllm, sleep_level=1) == holds(**with_vllm, sleep_level=0) == [False, True]
+    assert holds(**with_vllm, sleep_level=2) == [False, False]
+
+
+@pytest.mark.slow
+def test_vllm_over_two_ranks_samples_from_the_merged_weights(paths):
+    """To 1e-4 in fp32, after a sync of everything and after one of the merged weights alone."""
+    path = paths["qwen2"]
+
+    def setup():
+        config = RolloutConfig("vllm", LIMIT, tensor_parallel_size=2, max_num_seqs=16)
+        sizes = dict(max_prompt_tokens=64, num_samples=32, stop_ids=[EOS])
+        policy = load(path)
+        return policy, Engine(VllmBackend, path, config, **sizes)
+
+    def job(kept):
+        policy, engine = kept
+        gaps = []
+        for seed in range(2):
+            fill(policy, 0, random_adapters(policy, seed))
+            with engine.awake():
+                assert engine.holds_weights == (seed > 0)
+                sync_weights(policy, engine, merges=merges(policy))
+                rollouts = engine.generate(PROMPTS, 4, seed=0)
+                verify_sync(policy, engine, merges=merges(policy))
+            gaps.append(differences(policy, rollouts).abs().max().item())
+        with disabled(policy):
+            gaps.append(differences(policy, rollouts).abs().max().item())
+        return gaps
+
+    with lab(2, setup) as on_ranks:
+        for first, second, base in on_ranks(job):
+            assert max(first, second) < 1e-4 and base > 0.1
