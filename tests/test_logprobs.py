@@ -43,6 +43,20 @@ def relative_error(found, expected):
     return ((found.double() - expected).norm() / expected.norm()).item()
 
 
+def test_a_frozen_head_gets_no_gradient_and_no_memory_for_one(monkeypatch):
+    products = []
+    monkeypatch.setattr(logprobs_file, "_add_product", lambda *x: products.append(x))
+    hidden = torch.randn(4, 8, requires_grad=True)
+    weight = torch.randn(11, 8)
+    bias = torch.randn(11)
+    targets = torch.tensor([1, 2, 3, 4])
+    head_logprobs(hidden, weight, bias, targets)[0].sum().backward()
+    z = (hidden.detach() @ weight.t() + bias).requires_grad_()
+    z.log_softmax(-1).gather(-1, targets[:, None]).sum().backward()
+    torch.testing.assert_close(hidden.grad, z.grad @ weight)
+    assert not products
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 512])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
