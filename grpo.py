@@ -105,8 +105,7 @@ class Args:
     seed: int = 0
     """Seed of the data order, of sampling, and of the built-in model."""
     resample_tries: int = 1
-    """Rounds of sampling to fill a step with groups that have spread (dynamic sampling); 1: take
-    all groups."""
+    """Rounds of (dynamic) sampling to fill a step with groups that have spread; 1: take all."""
     refresh_every: int = 0
     """Copy the policy into the reference every this many steps; 0: never."""
     eval_every: int = 0

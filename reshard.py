@@ -40,6 +40,7 @@ init_process_group() needs no arguments.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -234,7 +235,8 @@ def _merged(name: str, weight: Tensor, parts: dict[str, Tensor], merges: Merges)
 
 
 def _part_names(merges: Merges | None) -> set[str]:
-    return {part for names, _ in (merges or {}).values() for part in names}
+    lists = [names for names, _ in (merges or {}).values()]
+    return set(itertools.chain.from_iterable(lists))
 
 
 def _gathered(

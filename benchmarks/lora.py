@@ -70,13 +70,15 @@ def steps(args) -> None:
         merges = lora.merges(policy)
         options = dict(dtype=engine.dtype, merges=merges)
 
-        def send(**more) -> None:
-            engine.load_weights(reshard.iter_full_params(policy, **options, **more), partial=True)
+        def send(only: bool) -> None:
+            buckets = reshard.iter_full_params(policy, **options, merged_only=only)
+            engine.load_weights(buckets, partial=True)
 
-        for name, more in {"whole_s": {}, "merged_only_s": {"merged_only": True}}.items():
-            syncs[name] = statistics.median(seconds_of(lambda: send(**more)) for _ in range(5))  # noqa: B023
-        gb = sum(p.numel() for p in policy.parameters()) * engine.dtype.itemsize / 1e9
-        syncs["whole_gb"] = gb
+        for name, only in {"whole_s": False, "merged_only_s": True}.items():
+            times = [seconds_of(functools.partial(send, only)) for _ in range(5)]
+            syncs[name] = statistics.median(times)
+        num_bytes = sum(p.numel() for p in policy.parameters()) * engine.dtype.itemsize
+        syncs["whole_gb"] = num_bytes / 1e9
         meter.add_time("measuring")
 
     grpo.sync = sync
