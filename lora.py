@@ -115,8 +115,8 @@ class _MergedLinear(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grad @ merged(weight, a, b, ctx.scale)
-        rows = x.flatten(0, -2)  # [N, in]
-        grads = grad.flatten(0, -2)  # [N, out]
+        rows = x.reshape(-1, x.shape[-1])  # [N, in]
+        grads = grad.reshape(-1, grad.shape[-1])  # [N, out]
         grad_a = ctx.scale * _product(grads @ b.to(grad.dtype), rows)
         grad_b = ctx.scale * _product(grads, rows @ a.to(x.dtype).t())
         return grad_x, None, None, grad_a, grad_b, None
