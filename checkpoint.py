@@ -58,23 +58,25 @@ MANIFEST = "manifest"
 
 
 class TrainState:
-    """A sharded model and its optimizer as one entry, saved shard by shard."""
+    """A sharded model and its optimizer as one entry, saved shard by shard.
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+    trained_only: frozen weights are left out, and stay as they are in a load.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, trained_only: bool = False):
         self.model = model
         self.optimizer = optimizer
-        # Frozen beside what learns: --model's own weights, which a saved state does without.
-        is_mixed = len({p.requires_grad for p in model.parameters()}) > 1
-        self.options = dicts.StateDictOptions(ignore_frozen_params=is_mixed, strict=not is_mixed)
+        self.trained_only = trained_only
+        self.options = dicts.StateDictOptions(strict=not trained_only)
 
     def weights(self) -> TrainState:
         """The model alone."""
-        return TrainState(self.model, ())
+        return TrainState(self.model, (), self.trained_only)
 
     def state_dict(self) -> dict[str, Any]:
         is_fresh = isinstance(self.optimizer, torch.optim.Optimizer) and not self.optimizer.state
         model, optimizer = dicts.get_state_dict(self.model, self.optimizer, options=self.options)
-        if self.options.ignore_frozen_params:  # torch leaves a tied head in
+        if self.trained_only:  # torch's own option leaves a tied head in
             known = dict(self.model.named_parameters(remove_duplicate=False))
             model = {n: x for n, x in model.items() if n not in known or known[n].requires_grad}
         if is_fresh:  # torch has made the state by a step of learning rate 0, which must not count

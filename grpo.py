@@ -150,7 +150,7 @@ def main(flags: Args) -> None:
         meter.add_time("data")
         policy, reference, optimizer = load_models(args, path, mesh)
         state = {
-            "policy": checkpoint.TrainState(policy, optimizer),
+            "policy": checkpoint.TrainState(policy, optimizer, args.lora.rank > 0),
             "stream": stream,
             "generators": checkpoint.GeneratorState(),
         }

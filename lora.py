@@ -66,7 +66,7 @@ class LoraConfig:
 
     def __post_init__(self):
         self._require("rank", self.rank >= 0, "at least 0 (off); try 32")
-        self._require("alpha", 0 < self.alpha < math.inf, "above 0; try 32")
+        self._require("alpha", 0 < self.alpha < 1e9, "above 0, and below 1e9; try 32")
         is_on = self.rank > 0
         self._require("path", is_on or not self.path, "with the --lora.rank of its adapter")
         self._require("targets", is_on or not self.targets, "with --lora.rank 32")

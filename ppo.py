@@ -143,8 +143,8 @@ def main(flags: Args) -> None:
         optimizers = [optimizer, critic_optimizer]
         kl_penalty = KlController(args.gae)
         state = {
-            "policy": checkpoint.TrainState(policy, optimizer),
-            "critic": checkpoint.TrainState(critic, critic_optimizer),
+            "policy": checkpoint.TrainState(policy, optimizer, args.lora.rank > 0),
+            "critic": checkpoint.TrainState(critic, critic_optimizer, args.lora.rank > 0),
             "stream": stream,
             "kl_penalty": kl_penalty,
             "generators": checkpoint.GeneratorState(),

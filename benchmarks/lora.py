@@ -19,6 +19,7 @@ One JSON line each.
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import json
 import statistics
@@ -129,7 +130,7 @@ class OwnLora(VllmBackend):
         self.llm.llm_engine.add_lora(self.request)
 
     def _add(self, index: int, prompt: list[int], params, seed: int | None) -> None:
-        own = params.clone()
+        own = copy.copy(params)
         own.seed = seed
         engine = self.llm.llm_engine
         given = {"prompt_token_ids": prompt}

@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> None:
         low_rank = run.from_json(lora.LoraConfig(), settings.get("lora", {}) | {"path": ""})
         adapt = functools.partial(lora.attach, config=low_rank)
         policy = model.load_policy(path, mesh, config, adapt=adapt)
-        state = {"policy": checkpoint.TrainState(policy, ())}
+        state = {"policy": checkpoint.TrainState(policy, (), low_rank.rank > 0)}
         directory = args.run / ("best" if args.best else "checkpoints")
         if args.best and not any(directory.glob("step-*")):
             rule = "a run keeps one with --eval-every and --save-minutes"
