@@ -62,7 +62,8 @@ class LoraConfig:
     targets: tuple[str, ...] = ()
     """Last parts of the names of linear layers, such as q_proj v_proj; empty: all in the layers."""
     path: str = ""
-    """Directory of an adapter in PEFT's format to start from; empty: one that changes nothing."""
+    """Directory of an adapter in PEFT's format to start from (the reference stays the base); empty:
+    one that changes nothing."""
 
     def __post_init__(self):
         self._require("rank", self.rank >= 0, "at least 0 (off); try 32")
@@ -180,7 +181,7 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return {
         name: layer
         for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and not any(layer is head for head in heads)
+        if type(layer) is nn.Linear and not any(layer is head for head in heads)
     }
 
 

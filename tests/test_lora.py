@@ -140,7 +140,7 @@ def check_against_dense(path, **settings):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_values_and_gradients_are_a_dense_models_and_the_reference_is_the_base(paths, world_size):
     def job():
-        for path in paths.values():
+        for path in [paths["gemma3"]] if world_size == 4 else paths.values():
             policy, row, expected = check_against_dense(path)
             before = {name: p.to_local().clone() for name, p in policy.named_parameters()}
             optimizer = make_optimizer(policy, OptimConfig(), 0.1)  # zeroes gradients
@@ -157,7 +157,8 @@ def test_values_and_gradients_are_a_dense_models_and_the_reference_is_the_base(p
                 assert torch.equal(token_logprobs(policy, row)[0], expected)  # still
                 raise KeyError
             assert not torch.equal(token_logprobs(policy, row)[0], expected)  # on again
-        check_against_dense(paths["qwen2"], activation_checkpointing=True)
+        if world_size == 2:
+            check_against_dense(paths["qwen2"], activation_checkpointing=True)
 
     run_ranks(world_size, job)
 
@@ -411,8 +412,10 @@ def test_an_adapter_of_another_base_is_refused_by_name():
 # In a run
 
 
-@pytest.mark.parametrize("entry", [grpo, ppo], ids=["grpo", "ppo"])
-def test_a_run_goes_on_exactly_from_adapters_alone(tiny, files, tmp_path, entry, monkeypatch):
+@pytest.mark.parametrize("entry, world_size", [(grpo, 2), (ppo, 1)], ids=["grpo", "ppo"])
+def test_a_run_goes_on_exactly_from_adapters_alone(
+    tiny, files, tmp_path, entry, world_size, monkeypatch
+):
     """With a KL term, and what waits in host memory: the policy, which is its own reference, stays.
     The engine keeps its weights: from the second sync on it gets those with adapters alone.
     """
@@ -430,16 +433,17 @@ def test_a_run_goes_on_exactly_from_adapters_alone(tiny, files, tmp_path, entry,
 
     def watched(model, rows, name, *rest):
         is_on = any(layer.enabled for layer in lora._adapted(model).values())
-        with open(tmp_path / "passes", "a") as file:
+        with open(tmp_path / f"passes{dist.get_rank()}", "a") as file:
             print(f"{name} {is_on}", file=file)
         return usual(model, rows, name, *rest)
 
     args = settings(tiny, files, tmp_path / "whole", entry, **changes)
-    whole = train(args, **{"logprobs.with_logprobs": watched})
-    passes = (tmp_path / "passes").read_text().splitlines()
-    assert passes == ["old_logprobs True", "ref_logprobs False"] * 4
+    whole = train(args, world_size, **{"logprobs.with_logprobs": watched})
+    for rank in range(world_size):
+        passes = (tmp_path / f"passes{rank}").read_text().splitlines()
+        assert passes == ["old_logprobs True", "ref_logprobs False"] * 4
     first = changes | dict(num_steps=2, run=saves)
-    parts = train(settings(tiny, files, tmp_path / "parts", entry, **first))
+    parts = train(settings(tiny, files, tmp_path / "parts", entry, **first), world_size)
     for state in (parts / "checkpoints" / "step-000002", *(parts / "best").iterdir()):
         known = FileSystemReader(state).read_metadata().state_dict_metadata
         names = [name for name in known if re.match(r"(policy|critic)\.model\.", name)]
@@ -449,7 +453,7 @@ def test_a_run_goes_on_exactly_from_adapters_alone(tiny, files, tmp_path, entry,
         args = settings(tiny, files, tmp_path / "parts", entry, **last | dict(lora=other))
         with pytest.raises(ValueError, match=r"was made with --lora\.\w+ .*; give the same"):
             args.run.check(args, tiny)
-    train(settings(tiny, files, tmp_path / "parts", entry, **last))
+    train(settings(tiny, files, tmp_path / "parts", entry, **last), world_size)
     assert all(x.equal(weights(parts)[name]) for name, x in weights(whole).items())
     for name in ("actor/kl_loss", "actor/grad_norm", "reward/mean"):
         found = [record[name] for record in records(parts)]

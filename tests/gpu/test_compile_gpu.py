@@ -25,7 +25,7 @@ attention.use_packed_attention(policy)
 compiled = []
 torch._dynamo.callback_handler.register_start_callback(compiled.append)
 rows = BatchConfig(tokens_per_row=16384).rows_of_all_sizes(1024)
-logprobs.warm_up([policy], rows, lambda model: contextlib.nullcontext(), both=False)
+logprobs.warm_up([policy], rows, lambda model: contextlib.nullcontext(), kinds=[True])
 before = len(compiled)
 for row in rows[1:4]:
     logprobs.token_logprobs(policy, row.to("cuda"))[0].sum().backward()
