@@ -378,6 +378,7 @@ def test_scale_and_targets_are_those_of_the_config():
         (dict(path="x"), "--lora.path x: must be with the --lora.rank of its adapter"),
         (dict(targets=("q", "v")), "--lora.targets q v: must be with --lora.rank 32"),
         (dict(rank=2, targets=("q_proj", "c_attn")), "--lora.targets c_attn: must be the end"),
+        (dict(rank=2, targets=("proj",)), "--lora.targets proj: must be the end of a name"),
         (dict(rank=2, targets=("lm_head",)), "there are: q_proj k_proj v_proj o_proj gate_proj"),
         (dict(rank=33), r"--lora.rank 33: must be at most 32 for model.layers.0.self_attn.k_proj"),
     ],
