@@ -23,7 +23,7 @@ has 0.7 M numbers to train, not 68 M.
 What is saved is small as well: A and B with their moments.
 
 What we give up: dropout (a ratio between two passes must be 1), adapters on the head and the
-embedding, several adapters at a time. The learning rate should be some 10 times that of full
+embedding, several adapters at a time. The learning rate should be 3 to 10 times that of full
 fine-tuning. Sources: Hu 2021 (arXiv:2106.09685), Kalajdzievski 2023 (rank-stabilized,
 arXiv:2312.03732).
 

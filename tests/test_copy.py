@@ -84,8 +84,8 @@ MISTAKES = {
         "Linear is no Transformers model; if it wraps one: put the call into the forward",
     ),
     "lora": (
-        "attach(model, LoraConfig(rank=2, targets=('c_attn',)))",
-        "--lora.targets c_attn: must be the end of a name; there are: 0 2",
+        "attach(torch.nn.Sequential(torch.nn.Linear(8, 8)), LoraConfig(2, targets=('c_attn',)))",
+        "--lora.targets c_attn: must be the end of a name; there are: 0",
     ),
     "losses": (
         "policy_loss(*flat, normalizer=3.0, ratio='gspo')",
