@@ -100,7 +100,10 @@ class LoraLinear(nn.Linear):
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """weight + scale b a [out, in], summed in fp32 and rounded once to the type of weight."""
     # A compiler may fuse a product with a sum and round less: here it finds only the sum.
-    return ((scale * b) @ a).add_(weight).to(weight.dtype)
+    product = (scale * b) @ a
+    if torch.compiler.is_compiling():
+        return product.add_(weight).to(weight.dtype)  # one pass there, two elsewhere
+    return torch.add(product, weight, out=torch.empty_like(weight))
 
 
 class _MergedLinear(torch.autograd.Function):
