@@ -51,26 +51,34 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint import state_dict as dicts
 
 FORMAT = 2  # of what is written here; what was written before had no manifest
 MANIFEST = "manifest"
 
 
 class TrainState:
-    """A sharded model and its optimizer as one entry, saved shard by shard."""
+    """A sharded model and its optimizer as one entry, saved shard by shard.
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+    trained_only: frozen weights are left out, and stay as they are in a load.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, trained_only: bool = False):
         self.model = model
         self.optimizer = optimizer
+        self.trained_only = trained_only
+        self.options = dicts.StateDictOptions(strict=not trained_only)
 
     def weights(self) -> TrainState:
         """The model alone."""
-        return TrainState(self.model, ())
+        return TrainState(self.model, (), self.trained_only)
 
     def state_dict(self) -> dict[str, Any]:
         is_fresh = isinstance(self.optimizer, torch.optim.Optimizer) and not self.optimizer.state
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = dicts.get_state_dict(self.model, self.optimizer, options=self.options)
+        if self.trained_only:  # torch's own option leaves a tied head in
+            known = dict(self.model.named_parameters(remove_duplicate=False))
+            model = {n: x for n, x in model.items() if n not in known or known[n].requires_grad}
         if is_fresh:  # torch has made the state by a step of learning rate 0, which must not count
             for state in self.optimizer.state.values():
                 state["step"].zero_()
@@ -80,12 +88,8 @@ class TrainState:
         kept = ("params", "lr", "initial_lr")
         groups = getattr(self.optimizer, "param_groups", [])
         settings = [{key: x for key, x in g.items() if key not in kept} for g in groups]
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        given = dict(model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        dicts.set_state_dict(self.model, self.optimizer, options=self.options, **given)
         groups = getattr(self.optimizer, "param_groups", [])  # torch has made new ones
         for group, ours in zip(groups, settings, strict=True):
             for key, value in ours.items():
@@ -109,12 +113,8 @@ class GeneratorState:
         import numpy
 
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        return dict(
-            python=random.getstate(),
-            numpy=numpy.random.get_state(),
-            torch=torch.get_rng_state(),
-            cuda=cuda,
-        )
+        state = {"python": random.getstate(), "numpy": numpy.random.get_state()}
+        return state | {"torch": torch.get_rng_state(), "cuda": cuda}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         import numpy

@@ -41,6 +41,7 @@ import torch.distributed as dist
 import tyro
 from torch import Tensor, nn
 
+import adapter
 import advantages
 import attention
 import checkpoint
@@ -52,6 +53,7 @@ import hardware
 import hf_backend
 import hub
 import logprobs
+import lora
 import losses
 import memory
 import metrics
@@ -73,6 +75,7 @@ from batch import BatchConfig
 from data import DataConfig
 from examples import addition
 from guard import Guard
+from lora import LoraConfig
 from losses import LossConfig
 from model import ModelConfig
 from optim import OptimConfig
@@ -104,8 +107,7 @@ class Args:
     seed: int = 0
     """Seed of the data order, of sampling, and of the built-in model."""
     resample_tries: int = 1
-    """Rounds of sampling to fill a step with groups that have spread (dynamic sampling); 1: take
-    all groups."""
+    """Rounds of (dynamic) sampling to fill a step with groups that have spread; 1: take all."""
     refresh_every: int = 0
     """Copy the policy into the reference every this many steps; 0: never."""
     eval_every: int = 0
@@ -130,6 +132,7 @@ class Args:
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -149,7 +152,7 @@ def main(flags: Args) -> None:
         meter.add_time("data")
         policy, reference, optimizer = load_models(args, path, mesh)
         state = {
-            "policy": checkpoint.TrainState(policy, optimizer),
+            "policy": checkpoint.TrainState(policy, optimizer, args.lora.rank > 0),
             "stream": stream,
             "generators": checkpoint.GeneratorState(),
         }
@@ -166,9 +169,13 @@ def main(flags: Args) -> None:
         meter.add_time("engine")
     temperature = args.rollout.temperature
     all_sizes = packing.rows_of_all_sizes(args.batch, engine.max_model_len, prefix.share)
-    has_old = args.batch.num_epochs * args.batch.num_minibatches > 1  # passes for old_logprobs
+    # Passes without gradients are for old_logprobs.
+    kinds = [False, True] if args.batch.num_epochs * args.batch.num_minibatches > 1 else [True]
     with memory.advice(args, all_sizes):
-        logprobs.warm_up([policy, reference], all_sizes, offloader.present, both=has_old)
+        logprobs.warm_up([policy, reference], all_sizes, offloader.present, kinds)
+        if args.lora.rank and args.loss.kl_coef:
+            with lora.disabled(policy):
+                logprobs.warm_up([policy], all_sizes, offloader.present, kinds=[False])
     meter.add_time("warm_up")
     journal.write_start(meter.reduce())
     guard = Guard(args.run, out_dir, args.num_steps, tokenizer.decode)
@@ -208,9 +215,10 @@ def main(flags: Args) -> None:
             # In a single pass the first minibatch meets the policy unchanged: its ratio is 1.
             skip = 1 if args.batch.num_epochs == 1 else 0
             rows = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature, skip)
-        if reference is not None:
-            with meter.timer("ref_logprobs"), offloader.present(reference):
-                rows = logprobs.with_logprobs(reference, rows, "ref_logprobs", temperature)
+        if args.loss.kl_coef:
+            base = policy if reference is None else reference
+            with meter.timer("ref_logprobs"), offloader.present(reference), lora.disabled(base):
+                rows = logprobs.with_logprobs(base, rows, "ref_logprobs", temperature)
 
         # 5. Update. Each loss term is divided by its minibatch's total over all ranks, so the
         # gradients of rows and ranks just add up.
@@ -239,8 +247,7 @@ def main(flags: Args) -> None:
         guard.save_if_due(step, meter)
         guard.leave_if_over(step)
 
-    weights = reshard.iter_full_params(policy, dtype=engine.dtype)
-    hub.export(weights, path, out_dir / "hf", engine.dtype)
+    export(args, policy, engine, path)
     scorer.close()
 
 
@@ -254,17 +261,21 @@ def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt],
     has_evals = eval_sets or not args.eval_every
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)
-    size = hub.memory_plan(path, args.model.master_dtype, 1 if args.loss.kl_coef else 0)
+    frozen = int(args.loss.kl_coef > 0 or args.lora.rank > 0)
+    size = hub.memory_plan(path, args.model.master_dtype, frozen, args.lora.rank)
     plan.print_plan(args, datasets, eval_sets, model=f"{path}: {size}")
     return path, tokenizer, stream, [p for prompts in eval_sets for p in prompts], scorer
 
 
 def load_models(args: Args, path: str, mesh) -> tuple[nn.Module, nn.Module | None, Any]:
-    """(policy, reference or None, the policy's optimizer)."""
-    policy = model.load_policy(path, mesh, args.model)
+    """(policy, reference or None, the policy's optimizer); with adapters the policy is both."""
+    stored = adapter.read(args.lora)
+    adapt = functools.partial(lora.attach, config=args.lora, stored=stored)
+    policy = model.load_policy(path, mesh, args.model, adapt=adapt)
+    lora.fill(policy, args.seed, stored)
     attention.use_packed_attention(policy)
     reference = None
-    if args.loss.kl_coef:
+    if args.loss.kl_coef and not args.lora.rank:
         reference = model.load_policy(path, mesh, args.model, trainable=False)
         attention.use_packed_attention(reference)
     if args.quantize_gradients:
@@ -292,9 +303,20 @@ def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
 def sync(args: Args, policy: nn.Module, engine: rollout.Engine, meter) -> None:
     """Give the policy's weights to the engine, which is awake: after that it can sample."""
     with meter.timer("reshard"):
-        reshard.sync_weights(policy, engine)
+        merges = lora.merges(policy)
+        num_bytes = reshard.sync_weights(policy, engine, merges=merges)
         if args.verify_sync:
-            reshard.verify_sync(policy, engine)
+            reshard.verify_sync(policy, engine, merges=merges)
+    meter.add("communication/sync_gb", num_bytes / 1e9)
+
+
+def export(args: Args, policy: nn.Module, engine: rollout.Engine, path: str) -> None:
+    """Write the trained model, and adapters once more by themselves. Collective."""
+    weights = reshard.iter_full_params(policy, dtype=engine.dtype, merges=lora.merges(policy))
+    hub.export(weights, path, args.run.directory / "hf", engine.dtype)
+    if args.lora.rank:
+        out_dir = args.run.directory / "adapter"
+        adapter.write(args.lora, lora.adapters(policy), out_dir, base=args.model_path)
 
 
 def evaluate(args: Args, step: int, engine, scorer, tokenizer, prompts, meter, guard) -> None:

@@ -246,17 +246,26 @@ def _find_scorer(name: str, longest: int, policy_path: str, flag: str, has_head:
     return path
 
 
-def memory_plan(path: str, master_dtype: str, frozen_copies: int) -> str:
-    """What stays in a rank's memory while training the model at `path`, in GiB, as a line."""
-    num_parameters = sum(math.prod(shape) for _, shape in _shapes(path, path))
+def memory_plan(path: str, master_dtype: str, frozen_copies: int, rank: int = 0) -> str:
+    """What stays in a rank's memory while training the model at `path`, in GiB, as a line.
+
+    rank: of adapters, which are trained in place of the weights; 0: off.
+    """
+    shapes = _shapes(path, path)
+    num_parameters = sum(math.prod(shape) for _, shape in shapes)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     gib = num_parameters / num_ranks / 2**30
-    master = 4 if master_dtype == "float32" else 2
+    trained = gib * (4 if master_dtype == "float32" else 2)
+    what = "weights"
+    if rank:
+        matrices = [shape for name, shape in shapes if len(shape) == 2 and ".layers." in name]
+        trained = 4 * rank * sum(map(sum, matrices)) / num_ranks / 2**30
+        what = "adapters"
     frozen = frozen_copies * (2 if torch.cuda.is_available() else 4)
     return (
         f"{num_parameters / 1e6:.1f} M parameters on {num_ranks} ranks: "
-        f"weights {master * gib:.2f}, gradients {master * gib:.2f}, "
-        f"optimizer {2 * master * gib:.2f}, frozen models {frozen * gib:.2f} GiB a rank"
+        f"{what} {trained:.2f}, gradients {trained:.2f}, "
+        f"optimizer {2 * trained:.2f}, frozen models {frozen * gib:.2f} GiB a rank"
     )
 
 

@@ -147,19 +147,18 @@ def with_values(critic: nn.Module, rows: list[list]) -> list[list]:
 
 
 def warm_up(
-    models: Sequence[nn.Module | None], rows: Sequence, present: Callable, both: bool = True
+    models: Sequence, rows: Sequence, present: Callable, kinds: Sequence[bool] = (False, True)
 ) -> None:
     """Each model's passes over each row, on GPUs or if compiled, so that step 0 compiles nothing.
 
-    present(model): a context with the model on the device. both: also without gradients.
+    present(model): a context with the model on the device. kinds: of passes, with gradients or not.
     """
     for model in filter(None, models):
         if model.device.type == "cpu" and not _is_compiled(model):
             continue
         learns = any(parameter.requires_grad for parameter in model.parameters())
-        kinds = ([False, True] if both else [True]) if learns else [False]
         with present(model):
-            for row, grad in itertools.product(rows, kinds):
+            for row, grad in itertools.product(rows, kinds if learns else [False]):
                 with torch.set_grad_enabled(grad):
                     found = _logprobs_or_values(model, row.to(model.device))
                 if grad:
@@ -294,9 +293,10 @@ class _HeadLogprobs(torch.autograd.Function):
         chunk_gradient = _compiled(_chunk_gradient) if fused else _chunk_gradient
         per_token = targets, entropy, lse, grad_logprobs, grad_entropy
         grad_hidden = torch.empty_like(hidden)
-        # Sums over chunks stay in fp32 whatever the model's dtype.
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        # Sums over chunks stay in fp32 whatever the model's dtype; what is frozen has none.
+        learns = ctx.needs_input_grad
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if learns[2] else None
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
             head = hidden[part], weight, bias, temperature, softcap
@@ -305,10 +305,10 @@ class _HeadLogprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += dz.sum(0, dtype=torch.float32)
             grad_hidden[part] = dz @ weight
-            _add_product(grad_weight, dz, hidden[part])
+            if grad_weight is not None:
+                _add_product(grad_weight, dz, hidden[part])
             del dz  # else it lives on while the next chunk's logits are made
-        grad_bias = None if bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, *[None] * 5
+        return grad_hidden, grad_weight, grad_bias, *[None] * 5
 
 
 @functools.cache

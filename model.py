@@ -42,7 +42,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -69,22 +69,33 @@ class ModelConfig:
 
 
 def load_policy(
-    path: str, mesh: DeviceMesh, config: ModelConfig | None = None, *, trainable: bool = True
+    path: str,
+    mesh: DeviceMesh,
+    config: ModelConfig | None = None,
+    *,
+    trainable: bool = True,
+    adapt: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
     """The causal language model at `path` as FSDP2 shards over `mesh`, to train without dropout.
 
     Collective. trainable False: a frozen reference, in the compute dtype (bf16 on GPU, fp32 on
-    CPU). Raises ValueError for a model that cannot be trained here (experts, scaled logits,
-    quantized weights) and as load_shards does.
+    CPU). adapt(model): may freeze weights, which then are in the compute dtype, and add parameters,
+    which begin as 0 (lora.attach). Raises ValueError for a model that cannot be trained here
+    (experts, scaled logits, quantized weights) and as load_shards does.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf_config = AutoConfig.from_pretrained(path)
-    return _load(AutoModelForCausalLM, hf_config, path, mesh, config, trainable)
+    return _load(AutoModelForCausalLM, hf_config, path, mesh, config, trainable, adapt)
 
 
 def load_critic(
-    path: str, mesh: DeviceMesh, config: ModelConfig | None = None, *, trainable: bool = True
+    path: str,
+    mesh: DeviceMesh,
+    config: ModelConfig | None = None,
+    *,
+    trainable: bool = True,
+    adapt: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
     """The decoder at `path` under a head `score`: a number per token, a classifier of one label.
 
@@ -97,10 +108,10 @@ def load_critic(
     auto_class = AutoModelForSequenceClassification
     new = ("score.weight",) if trainable else ()
     others = ("lm_head.weight", "lm_head.bias")
-    return _load(auto_class, hf_config, path, mesh, config, trainable, new, others)
+    return _load(auto_class, hf_config, path, mesh, config, trainable, adapt, new, others)
 
 
-def _load(auto_class, hf_config, path: str, mesh, config, trainable, new=(), unused=()):
+def _load(auto_class, hf_config, path: str, mesh, config, trainable, adapt, new=(), unused=()):
     config = config or ModelConfig()
     if config.master_dtype not in ("float32", "bfloat16"):
         rule = "must be float32 or bfloat16"
@@ -118,6 +129,13 @@ def _load(auto_class, hf_config, path: str, mesh, config, trainable, new=(), unu
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: config.json makes no model ({error!r})") from None
     _refuse_unsupported(model, path)
+    if adapt is not None:
+        known = {name for name, _ in model.named_parameters()}
+        adapt(model)
+        new += tuple(name for name, _ in model.named_parameters() if name not in known)
+    for p in model.parameters():
+        if not p.requires_grad:
+            p.data = p.data.to(compute_dtype)
     model = shard(model, mesh, config, compute_dtype)
     load_shards(model, path, new=new, unused=unused)
     if not trainable:
@@ -173,9 +191,11 @@ def shard(
             layer.compile(dynamic=True, options=_compile_options())
     if compute_dtype != torch.float32:
         _keep_residual_in_fp32(model.get_decoder(), compute_dtype)
+    # Beside frozen weights, of the compute dtype already, what is trained stays as it is.
+    is_whole = all(p.requires_grad for p in model.parameters())
     # Casting inputs would round the residual stream before each layer.
     policy = MixedPrecisionPolicy(
-        compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        compute_dtype if is_whole else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for part in [*layers, model]:
         # The root is gathered once a forward, and the head's backward needs it again at once.

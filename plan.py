@@ -82,6 +82,8 @@ def check_groups(args: Any) -> None:
     require(every >= 0, "--refresh-every", every, "at least 0 (never)")
     has_use = args.loss.kl_coef or every == 0
     require(has_use, "--refresh-every", every, "0 without --loss.kl-coef")
+    has_own = args.lora.rank == 0 or every == 0
+    require(has_own, "--refresh-every", every, "0 with --lora.rank: the base is the reference")
     buffer = args.advantage.overlong_buffer
     limit = args.rollout.max_response_tokens
     rule = f"at most --rollout.max-response-tokens {limit}"

@@ -16,12 +16,14 @@ Sources: Schulman 2017 (arXiv:1707.06347), Ouyang 2022 (InstructGPT, arXiv:2203.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import tyro
 from torch import Tensor, nn
 
+import adapter
 import advantages
 import attention
 import checkpoint
@@ -32,6 +34,7 @@ import exchange
 import hardware
 import hub
 import logprobs
+import lora
 import losses
 import memory
 import metrics
@@ -42,15 +45,15 @@ import packing
 import plan
 import prefix
 import report
-import reshard
 import run
 import sampling
 from advantages import GaeConfig, KlController
 from batch import BatchConfig
 from data import DataConfig
 from examples import addition
-from grpo import actor_gradients, evaluate, make_engine, sync
+from grpo import actor_gradients, evaluate, export, make_engine, sync
 from guard import Guard
+from lora import LoraConfig
 from losses import CriticConfig, LossConfig
 from model import ModelConfig
 from optim import OptimConfig
@@ -108,6 +111,7 @@ class Args:
     loss: LossConfig = field(default_factory=LossConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -141,8 +145,8 @@ def main(flags: Args) -> None:
         optimizers = [optimizer, critic_optimizer]
         kl_penalty = KlController(args.gae)
         state = {
-            "policy": checkpoint.TrainState(policy, optimizer),
-            "critic": checkpoint.TrainState(critic, critic_optimizer),
+            "policy": checkpoint.TrainState(policy, optimizer, args.lora.rank > 0),
+            "critic": checkpoint.TrainState(critic, critic_optimizer, args.lora.rank > 0),
             "stream": stream,
             "kl_penalty": kl_penalty,
             "generators": checkpoint.GeneratorState(),
@@ -160,6 +164,9 @@ def main(flags: Args) -> None:
     all_sizes = packing.rows_of_all_sizes(args.batch, engine.max_model_len, prefix.share)
     with memory.advice(args, all_sizes):
         logprobs.warm_up(models, all_sizes, offloader.present)
+        if args.lora.rank and (args.loss.kl_coef or args.gae.kl_coef):
+            with lora.disabled(policy):
+                logprobs.warm_up([policy], all_sizes, offloader.present, kinds=[False])
     meter.add_time("warm_up")
     journal.write_start(meter.reduce())
     guard = Guard(args.run, out_dir, args.num_steps, tokenizer.decode, save_at=args.rollout_every)
@@ -203,9 +210,10 @@ def main(flags: Args) -> None:
             # In a single pass the first minibatch meets the policy unchanged: its ratio is 1.
             skip = 1 if passes == 1 and not args.gae.kl_coef else 0
             rows = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature, skip)
-        if reference is not None:
-            with meter.timer("ref_logprobs"), offloader.present(reference):
-                rows = logprobs.with_logprobs(reference, rows, "ref_logprobs", temperature)
+        if args.loss.kl_coef or args.gae.kl_coef:
+            base = policy if reference is None else reference
+            with meter.timer("ref_logprobs"), offloader.present(reference), lora.disabled(base):
+                rows = logprobs.with_logprobs(base, rows, "ref_logprobs", temperature)
         with meter.timer("values"), offloader.present(critic):
             rows = logprobs.with_values(critic, rows)
         with meter.timer("advantages"):
@@ -230,8 +238,7 @@ def main(flags: Args) -> None:
             guard.save_if_due(step, meter)
             guard.leave_if_over(step)
 
-    weights = reshard.iter_full_params(policy, dtype=engine.dtype)
-    hub.export(weights, paths[0], out_dir / "hf", engine.dtype)
+    export(args, policy, engine, paths[0])
     scorer.close()
 
 
@@ -248,9 +255,11 @@ def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Pr
     has_evals = eval_sets or not args.eval_every
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)
-    frozen = 1 if args.loss.kl_coef or args.gae.kl_coef else 0
-    size = f"{path}: {hub.memory_plan(path, args.model.master_dtype, frozen)}"
-    critic_size = hub.memory_plan(critic_path, args.model.master_dtype, 1 if reward_path else 0)
+    rank = args.lora.rank
+    frozen = 1 if args.loss.kl_coef or args.gae.kl_coef or rank else 0
+    size = f"{path}: {hub.memory_plan(path, args.model.master_dtype, frozen, rank)}"
+    frozen = (1 if reward_path else 0) + (1 if rank else 0)
+    critic_size = hub.memory_plan(critic_path, args.model.master_dtype, frozen, rank)
     plan.print_plan(args, datasets, eval_sets, policy=size, critic=critic_size)
     eval_prompts = [prompt for prompts in eval_sets for prompt in prompts]
     return [path, critic_path, reward_path], tokenizer, stream, eval_prompts, scorer
@@ -259,10 +268,16 @@ def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Pr
 def load_models(args: Args, paths: list[str], mesh) -> list[nn.Module | None]:
     """[policy, critic, reference or None, reward model or None]."""
     path, critic_path, reward_path = paths
-    policy = model.load_policy(path, mesh, args.model)
-    critic = model.load_critic(critic_path, mesh, args.model)
+    stored = adapter.read(args.lora)
+    adapt = functools.partial(lora.attach, config=args.lora)
+    policy = model.load_policy(
+        path, mesh, args.model, adapt=functools.partial(adapt, stored=stored)
+    )
+    critic = model.load_critic(critic_path, mesh, args.model, adapt=adapt)
+    lora.fill(policy, args.seed, stored)
+    lora.fill(critic, args.seed)
     reference = reward_model = None
-    if args.loss.kl_coef or args.gae.kl_coef:
+    if (args.loss.kl_coef or args.gae.kl_coef) and not args.lora.rank:
         reference = model.load_policy(path, mesh, args.model, trainable=False)
     if reward_path:
         reward_model = model.load_critic(reward_path, mesh, args.model, trainable=False)

@@ -61,6 +61,7 @@ that nothing could be measured, or NaN.
     throughput/rollout_latency_ms wall time of sampling alone
     memory/actor_gpu_util_pct     GPU utilisation by NVML during the update, mean over GPUs; null
                                   under half a second; memory/ref_gpu_util_pct: the reference pass
+    communication/sync_gb         GB of whole tensors that the engine took, of one rank
     communication/nccl_bw_gb      bus GB/s of a timed reduce-scatter of 4 MiB; null on one rank
     perf/tokens_per_sec_per_gpu   throughput/tokens_per_sec by rank
     perf/mfu                      model FLOPs of the passes that the update made over the step's

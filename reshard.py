@@ -14,6 +14,7 @@ How it works.
 3. While the engine loads one bucket, the next one is already being gathered.
 4. The engine's own loader slices for tensor parallelism and fuses q, k, v; it takes the
    checkpoint's names.
+5. What is kept in parts, as a weight and its adapter are (lora.py), is put together on the way.
 A tied head is one parameter and is sent once, under the embedding's name. On one rank nothing is
 gathered, only cast. The mesh of fully_shard may have any names and a replicated axis; parts that
 are not sharded, and models under DDP, are sent as they are.
@@ -39,9 +40,10 @@ init_process_group() needs no arguments.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -49,6 +51,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+Merges = Mapping[str, tuple[list[str], Callable[..., Tensor]]]  # see iter_full_params
 
 # torch 2.13 has a new name for it and warns about the old one.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,13 +64,20 @@ def sync_weights(
     *,
     dtype: torch.dtype | None = None,
     bucket_bytes: int = 1 << 29,
+    merges: Merges | None = None,
 ) -> int:
     """Bytes of full tensors that `engine.load_weights` took from the sharded `model`.
 
     Collective over the model's ranks. dtype: what is sent; None: the engine's own (`engine.dtype`).
+    merges: as in iter_full_params; other weights never change then, and an engine that still holds
+    them (`engine.holds_weights`) gets the merged ones alone.
     """
     dtype = dtype or engine.dtype
-    return engine.load_weights(iter_full_params(model, dtype=dtype, bucket_bytes=bucket_bytes))
+    options = dict(dtype=dtype, bucket_bytes=bucket_bytes, merges=merges)
+    if merges and engine.holds_weights:
+        buckets = iter_full_params(model, **options, merged_only=True)
+        return engine.load_weights(buckets, partial=True)
+    return engine.load_weights(iter_full_params(model, **options))
 
 
 @torch.no_grad()
@@ -76,6 +87,7 @@ def verify_sync(
     *,
     dtype: torch.dtype | None = None,
     bucket_bytes: int = 1 << 29,
+    merges: Merges | None = None,
 ) -> None:
     """Raise RuntimeError naming what the engine does not hold as the trainer does. Collective.
 
@@ -93,11 +105,11 @@ def verify_sync(
     for p in engine.model.parameters():
         if p.dtype.itemsize > 1:  # an 8-bit engine quantizes anew, from the tensors it is given
             p.fill_(float("nan"))
-    source = _parameters(model)
+    source = _parameters(model, merges)
     sums: dict[str, tuple[int, int]] = {}
-    buckets = iter_full_params(model, dtype=dtype, bucket_bytes=bucket_bytes)
-    engine.load_weights(_compared(buckets, source, dtype, sums))
-    if lost := sorted(source.keys() - sums.keys()):
+    buckets = iter_full_params(model, dtype=dtype, bucket_bytes=bucket_bytes, merges=merges)
+    engine.load_weights(_compared(buckets, source, dtype, sums, merges or {}))
+    if lost := sorted(source.keys() - sums.keys() - _part_names(merges)):
         raise RuntimeError(f"{len(lost)} tensors of the trainer were not sent: {lost[:4]}")
     after = _fingerprints(engine.model)
     wrong = [name for name in after if before[name] != after[name]]
@@ -114,13 +126,21 @@ def _compared(
     source: dict[str, Tensor],
     dtype: torch.dtype,
     sums: dict[str, tuple[int, int]],
+    merges: Merges,
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """The same buckets, compared on their way; `sums` gets each tensor's size and sum of bits."""
+
+    def whole(name: str) -> Tensor:
+        p = source[name]
+        return p.full_tensor() if isinstance(p, DTensor) else p.detach()
+
     for bucket in buckets:
         for name, tensor in bucket:
-            p = source[name]
-            whole = p.full_tensor() if isinstance(p, DTensor) else p.detach()
-            if not torch.equal(tensor, whole.to(dtype)):
+            expected = whole(name)
+            if name in merges:
+                parts, merge = merges[name]
+                expected = merge(expected, *map(whole, parts))
+            if not torch.equal(tensor, expected.to(dtype)):
                 raise RuntimeError(f"{name} is sent with other numbers than the trainer's")
             sums[name] = tensor.numel(), _sum_of_bits(tensor)
         yield bucket
@@ -174,21 +194,60 @@ def _fingerprints(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 @torch.no_grad()
 def iter_full_params(
-    model: nn.Module, *, dtype: torch.dtype = torch.bfloat16, bucket_bytes: int = 1 << 29
+    model: nn.Module,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    bucket_bytes: int = 1 << 29,
+    merges: Merges | None = None,
+    merged_only: bool = False,
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Lists of (checkpoint name, full tensor in `dtype`), each list a bucket; every parameter once.
     Collective.
 
+    merges: {name: (names of parts, function of the weight and its parts)}: under such a name goes
+    what the function makes of full tensors in their own types, rounded to `dtype` once; the parts,
+    which are gathered before and kept, go under none (lora.merges). merged_only: these names alone.
     A yielded tensor stays valid as long as it is referenced: no buffer is reused. Stopping early
     leaves other ranks waiting. Raises ValueError for what is not split by rows (FSDP2's default),
-    for adapters, and for weights that wait in host memory.
+    for adapters without a merge, and for weights that wait in host memory.
     """
-    parameters = list(_parameters(model).items())
+    parameters = _parameters(model, merges)
+    if not merges:
+        yield from _gathered(parameters, dtype, bucket_bytes)
+        return
+    sharded = {name: parameters.pop(name) for name in sorted(_part_names(merges))}
+    parts: dict[str, Tensor] = {}
+    for bucket in _gathered(sharded, torch.float32, bucket_bytes):
+        parts.update(bucket)
+    if merged_only:
+        parameters = {name: parameters[name] for name in merges}
+    own_dtype = next(iter(parameters.values())).dtype
+    for bucket in _gathered(parameters, own_dtype, bucket_bytes):
+        yield [(name, _merged(name, weight, parts, merges).to(dtype)) for name, weight in bucket]
+
+
+def _merged(name: str, weight: Tensor, parts: dict[str, Tensor], merges: Merges) -> Tensor:
+    """What is sent under the name."""
+    if name not in merges:
+        return weight
+    names, merge = merges[name]
+    return merge(weight, *(parts[part] for part in names))
+
+
+def _part_names(merges: Merges | None) -> set[str]:
+    lists = [names for names, _ in (merges or {}).values()]
+    return set(itertools.chain.from_iterable(lists))
+
+
+def _gathered(
+    parameters: dict[str, Tensor], dtype: torch.dtype, bucket_bytes: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """The same parameters whole and in `dtype`, in buckets."""
     # Four buckets are in memory at a time: what arrives, what has arrived, its tensors, and those
     # that the consumer still holds.
     gathers = (
         _start_gather(bucket, dtype)
-        for bucket in _buckets(parameters, bucket_bytes // 4, dtype.itemsize)
+        for bucket in _buckets(list(parameters.items()), bucket_bytes // 4, dtype.itemsize)
     )
     arriving = next(gathers, None)
     while arriving is not None:
@@ -199,8 +258,9 @@ def iter_full_params(
         yield full
 
 
-def _parameters(model: nn.Module) -> dict[str, Tensor]:
+def _parameters(model: nn.Module, merges: Merges | None) -> dict[str, Tensor]:
     """{checkpoint name: parameter or shard}; tied parameters are listed once."""
+    parts = _part_names(merges)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     for module in model.modules():
@@ -209,7 +269,9 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
             module.reshard()
     found = {clean_name(name): p for name, p in model.named_parameters()}
     for name, p in found.items():
-        if re.search(r"^base_model\.|\.base_layer\.|lora_|parametrizations\.", name):
+        if name not in parts and re.search(
+            r"^base_model\.|\.base_layer\.|lora_|parametrizations\.", name
+        ):
             advice = "merge the adapters or parametrizations first (PEFT: merge_and_unload())"
             raise ValueError(f"{name}: is a part of a weight, not one of a checkpoint; {advice}")
         _split_of(name, p)

@@ -170,6 +170,10 @@ class Engine:
         self.dtype = torch.bfloat16 if is_half else torch.float32
         self.max_model_len = max_prompt_tokens + config.max_response_tokens
         self.state: Literal["asleep", "weights", "ready", "interrupted"] = "asleep"
+        self.holds_weights = False  # all that the last whole load_weights() brought
+        is_lost = torch.cuda.is_available() and config.sleep_level == 2
+        # From one awake() to the next. 8-bit weights are loaded as a whole.
+        self.keeps_weights = config.backend == "hf" or not (is_lost or config.eight_bit)
         # By hash of a prompt: the length of its last response.
         self.expected_lengths: dict[int, int] = {}
         self.backend = make_backend(
@@ -198,6 +202,7 @@ class Engine:
         if self.state == "interrupted":
             self.backend.sleep()
         self.backend.wake_weights()
+        self.holds_weights = self.holds_weights and self.keeps_weights
         self.state = "weights"
         try:
             yield
@@ -206,10 +211,13 @@ class Engine:
         self.backend.sleep()
         self.state = "asleep"
 
-    def load_weights(self, buckets: Iterable[list[tuple[str, Tensor]]]) -> int:
+    def load_weights(
+        self, buckets: Iterable[list[tuple[str, Tensor]]], *, partial: bool = False
+    ) -> int:
         """Bytes taken from `buckets` of (checkpoint name, full tensor); leads to ready.
 
-        Collective if making the buckets is. RuntimeError if a parameter got no tensor.
+        Collective if making the buckets is. RuntimeError if a parameter got no tensor; partial: it
+        then stays as it is, which holds_weights must allow.
         """
         self._require("weights ready", "load_weights() needs `with engine.awake():` around it")
         sizes: list[int] = []
@@ -219,12 +227,15 @@ class Engine:
                 sizes.append(tensor.numel() * tensor.element_size())
                 yield name, tensor
 
-        if missing := sorted(self.backend.load(stream())):
+        assert self.holds_weights or not partial, "a sleep has discarded the others"
+        missing = sorted(self.backend.load(stream()))
+        if missing and not partial:
             kept = f"{len(missing)} engine parameters as they were: {missing[:4]}"
             raise RuntimeError(f"weight sync left {kept}")
         if self.state == "weights":
             self.backend.wake_cache()
         self.backend.forget_prefixes()
+        self.holds_weights = True
         self.state = "ready"
         return sum(sizes)
 

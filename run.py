@@ -134,7 +134,7 @@ class RunConfig:
         is_steered = known.get("gae", {}).get("kl_target")  # then the saved coefficient holds
         fixed = (*FIXED_ON_RESUME, "--gae.kl-coef") if is_steered else FIXED_ON_RESUME
         for flag, (old, _) in self._changes(known).items():
-            if flag in fixed:
+            if flag in fixed or flag.startswith("--lora."):
                 made = f"{self.directory} was made with {flag} {old}"
                 raise ValueError(f"--resume: {made}; give the same")
         if steps[-1] > known.get("num_steps", steps[-1]):

@@ -57,6 +57,10 @@ SLOW_IMPORTS["matplotlib"] = "matplotlib.figure"
 
 # After a file's example, in its names: a mistake, and what is said of it.
 MISTAKES = {
+    "adapter": (
+        "read(LoraConfig(rank=4, path='out'))",
+        "--lora.path out: was trained with other settings; give --lora.rank 2 --lora.alpha 32.0",
+    ),
     "advantages": (
         "group_advantages(torch.ones(2, 4), baseline='rloo')",
         "baseline rloo: must be group, leave_one_out or batch",
@@ -82,6 +86,10 @@ MISTAKES = {
     "logprobs": (
         "token_logprobs(torch.nn.Linear(2, 2), row)",
         "Linear is no Transformers model; if it wraps one: put the call into the forward",
+    ),
+    "lora": (
+        "attach(torch.nn.Sequential(torch.nn.Linear(8, 8)), LoraConfig(2, targets=('c_attn',)))",
+        "--lora.targets c_attn: must be the end of a name; there are: 0",
     ),
     "losses": (
         "policy_loss(*flat, normalizer=3.0, ratio='gspo')",

@@ -506,6 +506,20 @@ def test_the_memory_plan_is_of_a_rank_and_adam_has_two_moments(tmp_path):
         assert [float(x) for x in found] == sizes
 
 
+def test_the_memory_plan_of_adapters_is_the_frozen_weights_and_what_is_trained(monkeypatch):
+    """A layer [2^15, 2^15], a norm and a head; adapters have 2^12 (2^15 + 2^15) numbers."""
+    shapes = {
+        "model.layers.0.q.weight": [1 << 15, 1 << 15],
+        "model.layers.0.norm.weight": [1 << 15],
+    }
+    shapes["lm_head.weight"] = [1 << 15, 1 << 15]
+    monkeypatch.setattr(hub, "_shapes", lambda path, label: list(shapes.items()))
+    plan = memory_plan("x", "float32", frozen_copies=1, rank=1 << 12)
+    assert plan.endswith(
+        "adapters 1.00, gradients 1.00, optimizer 2.00, frozen models 8.00 GiB a rank"
+    )
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_download_that_fails_on_one_rank_stops_all_with_its_message(failing):
     """The first rank of the host downloads, the other one looks into the cache."""

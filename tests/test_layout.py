@@ -18,6 +18,8 @@ MACHINE = {
     "model",
     "optim",
     "attention",
+    "lora",
+    "adapter",
     "rollout",
     "sampling",
     "vllm_backend",

@@ -43,6 +43,20 @@ def relative_error(found, expected):
     return ((found.double() - expected).norm() / expected.norm()).item()
 
 
+def test_a_frozen_head_gets_no_gradient_and_no_memory_for_one(monkeypatch):
+    products = []
+    monkeypatch.setattr(logprobs_file, "_add_product", lambda *x: products.append(x))
+    hidden = torch.randn(4, 8, requires_grad=True)
+    weight = torch.randn(11, 8)
+    bias = torch.randn(11)
+    targets = torch.tensor([1, 2, 3, 4])
+    head_logprobs(hidden, weight, bias, targets)[0].sum().backward()
+    z = (hidden.detach() @ weight.t() + bias).requires_grad_()
+    z.log_softmax(-1).gather(-1, targets[:, None]).sum().backward()
+    torch.testing.assert_close(hidden.grad, z.grad @ weight)
+    assert not products
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 512])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -634,9 +648,9 @@ def test_a_warm_up_leaves_no_gradient(monkeypatch):
     model.model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     warm_up([model, None], [row], lambda model: contextlib.nullcontext())
     assert len(backwards) == 1 and all(p.grad is None for p in model.parameters())
-    warm_up([model], [row], lambda model: contextlib.nullcontext(), both=False)
+    warm_up([model], [row], lambda model: contextlib.nullcontext(), kinds=[True])
     model.requires_grad_(False)
-    warm_up([model], [row], lambda model: contextlib.nullcontext(), both=False)
+    warm_up([model], [row], lambda model: contextlib.nullcontext(), kinds=[True])
     assert passes == [False, True, True, False] and len(backwards) == 2
 
 

@@ -11,12 +11,14 @@ are bf16 from a GPU, fp32 from a CPU. One rank per GPU shares them, as in traini
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 
 import torch
 
 import checkpoint
 import hub
+import lora
 import model
 import reshard
 import run
@@ -37,8 +39,10 @@ def main(args: argparse.Namespace) -> None:
             path = addition.cached_model(settings["seed"])
         path = hub.find_model(path, 1)
         config = run.from_json(model.ModelConfig(), settings["model"] | {"compile": False})
-        policy = model.load_policy(path, mesh, config)
-        state = {"policy": checkpoint.TrainState(policy, ())}
+        low_rank = run.from_json(lora.LoraConfig(), settings.get("lora", {}) | {"path": ""})
+        adapt = functools.partial(lora.attach, config=low_rank)
+        policy = model.load_policy(path, mesh, config, adapt=adapt)
+        state = {"policy": checkpoint.TrainState(policy, (), low_rank.rank > 0)}
         directory = args.run / ("best" if args.best else "checkpoints")
         if args.best and not any(directory.glob("step-*")):
             rule = "a run keeps one with --eval-every and --save-minutes"
@@ -49,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
             saved = ", ".join(map(str, run.saved_steps(args.run))) or "none"
             raise ValueError(f"{args.run}: has no saved {which}; there are: {saved}")
     dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
-    weights = reshard.iter_full_params(policy, dtype=dtype)
+    weights = reshard.iter_full_params(policy, dtype=dtype, merges=lora.merges(policy))
     hub.export(weights, path, args.out, dtype, f"the model after step {step} is in {args.out}")
 
 
