@@ -6,7 +6,7 @@ The checks themselves are in inputs.py, witness.py and check.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 import check
 import checkpoint
+import hardware
 import inputs
 import logprobs
+import memory
 import metrics
 import offload
 import optim
@@ -61,10 +63,11 @@ def table(run: Run, gradients: Callable, record: dict, groups: list) -> int:
     mine = witness.sequences(packing.sequence, rollouts)
     parts = _parts(run, gradients)
     made.add(witness.packing_rows(parts, run.policy, mine))
+    largest = _memory_of_largest_row(run, gradients)
     with run.offloader.present(run.optimizer):
         size = args.batch.group_size
         made.add(witness.sampler_rows(parts, run.policy, mine, size, args.rollout.eight_bit))
-    made.add(check.machine_rows(args, record))
+    made.add(check.machine_rows(args, record | largest))
     owners = [x for entry in run.state.values() for x in _owners(entry)]
     with run.offloader.present(*owners):
         save, load = checkpoint.save, checkpoint.load
@@ -94,6 +97,21 @@ def _input_rows(run: Run, record: dict, groups: list) -> list:
     return rows + inputs.sample_rows(record, everyone, args.rollout.ignore_eos)
 
 
+def _memory_of_largest_row(run: Run, gradients: Callable) -> dict:
+    """Metrics of memory while a row of full size, of the longest sequences, is learned from."""
+    batch = run.args.batch
+    row = batch.rows_of_all_sizes(run.engine.max_model_len)[0]
+    zeros = {name: torch.zeros(len(row.tokens)) for name in FIELDS}
+    row = replace(row, fields=row.fields | zeros).to(run.policy.device)
+    counts = {"tokens": row.num_response_tokens, "sequences": len(row.source)}
+    meter = metrics.Metrics(hardware.Device())
+    with memory.advice(run.args, [row]), meter.timer("largest_row"):
+        gradients(run.args, run.policy, [row], counts, metrics.Metrics())
+    run.policy.zero_grad()
+    found = meter.reduce()
+    return {name: x for name, x in found.items() if name.startswith("perf/max_memory_gb/")}
+
+
 def _owners(entry: Any) -> list:
     return [getattr(entry, "model", None), getattr(entry, "optimizer", None)]
 
@@ -115,7 +133,7 @@ def _parts(run: Run, add_gradients: Callable) -> witness.Parts:
         return optim.optimizer_step(run.policy, run.optimizer, rate, args.optim.max_grad_norm)
 
     def sample(num_prompts: int, seed: int) -> list:
-        prompts = run.state["stream"].take(min(num_prompts, args.batch.prompts_per_step))
+        prompts = run.state["stream"].take(num_prompts)
         with run.engine.awake():
             reshard.sync_weights(run.policy, run.engine)
             size = args.batch.group_size
