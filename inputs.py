@@ -105,15 +105,23 @@ def _end_row(prompts: Sequence, tokenizer) -> Row:
 
 def _turn_row(tokenizer, options: dict) -> Row:
     """Whether a prompt ends where the assistant's words begin in a whole conversation."""
+    from jinja2 import TemplateError
+
     turns = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}]
     render = tokenizer.apply_chat_template
-    begun = render(turns[:1], tokenize=False, add_generation_prompt=True, **options)
-    whole = render(turns, tokenize=False, **options).partition("ANSWER")[0]
-    missing = whole.removeprefix(begun.rstrip()) if whole.startswith(begun.rstrip()) else ""
+    try:
+        begun = render(turns[:1], tokenize=False, add_generation_prompt=True, **options).rstrip()
+        whole, found, _ = render(turns, tokenize=False, **options).partition("ANSWER")
+    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        found = begun = ""  # it wants more than a question and an answer
+        whole = type(error).__name__
+    if not found:
+        return Row("generation prompt", f"cannot be told: {whole:.60}", "", None, "")
+    missing = whole.removeprefix(begun) if whole.startswith(begun) else ""
     special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-    markers = [*special, *tokenizer.all_special_tokens, "assistant", "model"]
     # Qwen3 puts an empty <think> there, which is no marker of a turn.
-    is_open = not any(marker in missing.lower() or marker in missing for marker in markers)
+    markers = [*special, *tokenizer.all_special_tokens, "assistant", "model"]
+    is_open = not any(marker in missing for marker in markers)
     what = "opens the assistant's turn" if is_open else f"lacks {missing.strip()!r}"
     advice = "add the part `if add_generation_prompt` to the chat template"
     return Row("generation prompt", f"the template {what}", "", is_open, advice)
@@ -132,13 +140,13 @@ def _control_row(prompts: Sequence, tokenizer) -> Row:
 
 def answers_row(prompts: Sequence) -> Row:
     """How many answers are empty, or the word None."""
-    empty = sum(1 for prompt in prompts if not has_answer(prompt))
+    empty = sum(1 for prompt in prompts if not _has_answer(prompt))
     figure = f"{empty} of {len(prompts)} are empty"
     advice = "no response to them can be right: mend the answer column, or drop these rows"
     return Row("answers", figure, "1 %", empty <= 0.01 * len(prompts), advice)
 
 
-def has_answer(prompt) -> bool:
+def _has_answer(prompt: Any) -> bool:
     """Whether there is an answer: "None" and "nan" are what a table makes of an empty cell."""
     return str(prompt.answer).strip().lower() not in EMPTY
 
@@ -151,7 +159,7 @@ def _overlap_row(prompts: Sequence, evals: Sequence) -> Row:
     return Row("evaluation", figure, "0", not shared, advice)
 
 
-def borders(prompt, tokenizer) -> str:
+def borders(prompt: Any, tokenizer) -> str:
     """The prompt's text with a bar between tokens."""
     return "|".join(tokenizer.decode([token]) for token in prompt.prompt_ids)
 
@@ -173,7 +181,7 @@ def reward_rows(prompts: Sequence, scorer, num_samples: int) -> list:
     prompts: training prompts. scorer: rewards.Scorer; it can't be used again if most calls fail.
     num_samples: that this rank scores in a step.
     """
-    taken = [prompt for prompt in prompts if has_answer(prompt)][:NUM_SCORED]
+    taken = [prompt for prompt in prompts if _has_answer(prompt)][:NUM_SCORED]
     if not (_wants_answer(scorer.wanted) and taken):
         return []
     responses = []
@@ -228,7 +236,8 @@ def _errors_row(stats: Mapping[str, float]) -> Row:
 
 def sample_rows(record: Mapping[str, Any], rewards: Sequence[float], ignore_eos: bool) -> list:
     """Rows on the responses of a real step. record: its metrics; rewards: of all its samples."""
-    low, high = min(rewards), max(rewards)
+    low = min(rewards)
+    high = max(rewards)
     num = len(rewards)
     figure = f"from {low:.3f} to {high:.3f}, mean {sum(rewards) / num:.3f}, of {num} samples"
     advice = "all are alike, so nothing can be learned: too hard, too easy, or the function is"

@@ -84,7 +84,9 @@ class Difference(NamedTuple):
         return self.mean <= self.bound  # NaN is not
 
 
-def compare(args: Any, num_done: int, policy: nn.Module, rows: list, token_logprobs) -> None:
+def compare(
+    args: Any, num_done: int, policy: nn.Module, rows: list, token_logprobs: Callable
+) -> None:
     """Warns if the sampler of the first step is not the policy; stops, if --verify-sync asks for
     that, or --verify-every in this step. Collective.
 
