@@ -22,7 +22,7 @@ Copied:
     from check import Row, Table
     table = Table("out")
     table.add([Row("1 + 1", "2.0", "2", True, "count again")])
-    print(table.finish({}))  # 0, the exit status
+    print(table.finish({}))  # 0
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Copied: prompts are data.Prompt, or objects with text, prompt_ids and answer.
     from types import SimpleNamespace
     from inputs import answers_row
     prompts = [SimpleNamespace(answer=answer) for answer in ("4", "None", "")]
-    print(answers_row(prompts))  # 2 of 3 are empty
+    print(answers_row(prompts).figure)  # 2 of 3 are empty
 """
 
 from __future__ import annotations

@@ -24,9 +24,13 @@ difference that this makes: SmolLM2 0.049, where all MLPs times 1.2 make 0.32, a
 What we give up: a fault in what both sides share, such as the tokens themselves or a tensor that
 was loaded wrongly; faults that grow over time. Source: Parker 1997 (Monte Carlo arithmetic).
 
-Copied: `difference` needs rows with the field rollout_logprobs, and the policy's logprobs of a row.
-    from witness import Difference
-    print(Difference(mean=0.02, largest=0.3, bound=0.05, num_tokens=2000).is_small)  # True
+Copied:
+    import torch
+    from types import SimpleNamespace
+    from witness import rounding
+    model = torch.nn.Linear(4, 1, dtype=torch.bfloat16)
+    row = SimpleNamespace(x=torch.rand(9, 4).bfloat16(), fields={"response_mask": torch.ones(9) > 0})
+    print(rounding(model, lambda row: model(row.x)[:, 0].float(), row) < 0.05)  # True
 """
 
 from __future__ import annotations
