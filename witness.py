@@ -29,7 +29,8 @@ Copied:
     from types import SimpleNamespace
     from witness import rounding
     model = torch.nn.Linear(4, 1, dtype=torch.bfloat16)
-    row = SimpleNamespace(x=torch.rand(9, 4).bfloat16(), fields={"response_mask": torch.ones(9) > 0})
+    fields = {"response_mask": torch.ones(9, dtype=torch.bool)}
+    row = SimpleNamespace(x=torch.rand(9, 4).bfloat16(), fields=fields)
     print(rounding(model, lambda row: model(row.x)[:, 0].float(), row) < 0.05)  # True
 """
 
@@ -101,12 +102,7 @@ def compare(
     must_hold = every > 0 and num_done % every == 0
     if num_done and not must_hold:
         return
-    temperature = args.rollout.temperature
-
-    @torch.no_grad()
-    def logprobs(row) -> Tensor:
-        return token_logprobs(policy, row, temperature=temperature)[0]
-
+    logprobs = plainly(token_logprobs, policy, args.rollout.temperature)
     found = difference(policy, logprobs, rows[-1][:1], args.rollout.eight_bit)
     if found.is_small:
         return
@@ -117,6 +113,19 @@ def compare(
         flag = f"--verify-every {every}" if args.verify_every else "--verify-sync"
         raise RuntimeError(f"{flag}: {what}; {advice}")
     _print(f"warning: {what}; {advice}")
+
+
+def plainly(token_logprobs: Callable, policy: nn.Module, temperature: float) -> Callable:
+    """The function of a row that is its log-probabilities [N], without gradients or compiled code:
+    a pass that the run does not make would be compiled for half a minute.
+    """
+
+    @torch.no_grad()
+    def logprobs(row) -> Tensor:
+        with torch.compiler.set_stance("force_eager"):
+            return token_logprobs(policy, row, temperature=temperature)[0]
+
+    return logprobs
 
 
 def difference(
@@ -147,12 +156,14 @@ def difference(
 
 
 def rounding(policy: nn.Module, logprobs: Callable, row: Any) -> float:
-    """Mean change of the row's log-probabilities by errors of the size of rounding. Collective."""
+    """Mean change of the row's log-probabilities by errors of the size of rounding. Collective.
+
+    logprobs: as of plainly(); compiled layers do not see new hooks.
+    """
     mask = row.fields["response_mask"]
-    with torch.compiler.set_stance("force_eager"):  # compiled layers do not see new hooks
-        exact = logprobs(row)
-        with _errors(policy):
-            moved = logprobs(row)
+    exact = logprobs(row)
+    with _errors(policy):
+        moved = logprobs(row)
     change = (moved - exact)[mask].abs().double()
     sums = torch.tensor([change.sum().item(), len(change)], dtype=torch.float64)
     _add_up(sums)
@@ -196,11 +207,13 @@ def sequences(make: Callable, rollouts: Sequence) -> list:
     return found
 
 
-def sampler_rows(parts: Parts, policy: nn.Module, mine: list, size: int, eight_bit: bool) -> list:
+def sampler_rows(
+    parts: Parts, policy: nn.Module, mine: list, size: int, eight_bit: bool, seen: float | None
+) -> list:
     """Rows on sampler against policy after a sync, after a step, and after the next sync.
 
     mine: sequences of this rank, whose length says how many prompts of `size` samples make 2,000
-    tokens.
+    tokens. seen: rollout_corr/abs_diff_mean of the real step, if its loss has noted it.
     """
     counts = torch.tensor([sum(map(_num_learnt, mine)), len(mine)], dtype=torch.float64)
     _add_up(counts)
@@ -210,6 +223,11 @@ def sampler_rows(parts: Parts, policy: nn.Module, mine: list, size: int, eight_b
     found = difference(policy, parts.logprobs, first, eight_bit)
     advice = "the engine computes another policy: try --rollout.engine hf, and report the model"
     rows.append(_sampler_row("sampler, after a sync", found, advice))
+    if seen is not None:
+        figure = f"{seen:.2g} nats, of all its tokens"
+        advice = "the update's own pass differs from a plain one: try --model.no-compile"
+        right = seen <= found.bound
+        rows.append(Row("sampler, in the first step", figure, f"{found.bound:.2g}", right, advice))
     totals = _totals(first)
     for rate in RATES:
         parts.gradients(first, totals)
@@ -217,8 +235,8 @@ def sampler_rows(parts: Parts, policy: nn.Module, mine: list, size: int, eight_b
         moved = difference(policy, parts.logprobs, first, eight_bit)
         if not moved.mean <= 4 * moved.bound:
             break
-    what = f"sampler, after a step of rate {rate:g}, before the sync"
-    figure = f"{moved.mean:.3g} nats, mean of {moved.num_tokens} tokens"
+    what = "sampler, before the sync"
+    figure = f"{moved.mean:.2g} nats, after a step of rate {rate:g}"
     advice = "the optimizer moves nothing: see --model.master-dtype, and whether gradients are 0"
     rows.append(Row(what, figure, f"> {moved.bound:.2g}", moved.mean > moved.bound, advice))
     again = difference(policy, parts.logprobs, _sampled(parts, wanted, seed=2), eight_bit)

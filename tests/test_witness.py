@@ -111,7 +111,7 @@ FAULTS = {
     "a mean over the row": own_totals,
 }
 AFTER_SYNC = "sampler, after a sync"
-BEFORE_SYNC = "sampler, after a step of"
+BEFORE_SYNC = "sampler, before the sync"
 AFTER_NEXT = "sampler, after the next sync"
 ALONE = "alone or in a full row"
 LAYOUTS = "gradient in two layouts"
@@ -174,7 +174,7 @@ def wrong(tiny, files, tmp_path_factory):
                 if SEEN_BY[fault] <= {ALONE, LAYOUTS}:
                     rows[fault] += witness.packing_rows(parts, policy, mine)
                 if not SEEN_BY[fault] & {ALONE, LAYOUTS}:
-                    rows[fault] += witness.sampler_rows(parts, policy, mine, 4, False)
+                    rows[fault] += witness.sampler_rows(parts, policy, mine, 4, False, 0.0)
         found = {fault: {row.what for row in each if not row.right} for fault, each in rows.items()}
         save, load = checkpoint.save, checkpoint.load
         assert restart_row(out, state, save, load).right
@@ -204,10 +204,9 @@ def wrong(tiny, files, tmp_path_factory):
 
 @pytest.mark.parametrize("fault", SEEN_BY)
 def test_a_planted_fault_is_seen_by_the_check_that_is_for_it(wrong, fault):
-    found = {name.partition(" rate")[0] for name in wrong[fault]}
-    assert found >= SEEN_BY[fault]
+    assert wrong[fault] >= SEEN_BY[fault]
     if fault == "none":
-        assert not found
+        assert not wrong[fault]
 
 
 def test_ranks_agree_on_the_rows(tiny, files, tmp_path):
@@ -257,7 +256,7 @@ def row_of(num, **fields):
 def test_rounding_is_of_the_size_of_the_type(dtype, low, high):
     """16 products of up to 1, each off by up to 2^-8 of itself, or 2^-24."""
     policy = Half(dtype)
-    found = witness.rounding(policy, torch.no_grad()(policy), row_of(500))
+    found = witness.rounding(policy, policy, row_of(500))
     assert low <= found <= high
     assert not policy.layer._forward_pre_hooks
 

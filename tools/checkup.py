@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import check
 import checkpoint
@@ -65,8 +65,7 @@ def table(run: Run, gradients: Callable, record: dict, groups: list) -> int:
     made.add(witness.packing_rows(parts, run.policy, mine))
     largest = _memory_of_largest_row(run, gradients)
     with run.offloader.present(run.optimizer):
-        size = args.batch.group_size
-        made.add(witness.sampler_rows(parts, run.policy, mine, size, args.rollout.eight_bit))
+        made.add(_sampler_rows(run, parts, mine, record))
     made.add(check.machine_rows(args, record | largest))
     owners = [x for entry in run.state.values() for x in _owners(entry)]
     with run.offloader.present(*owners):
@@ -97,6 +96,13 @@ def _input_rows(run: Run, record: dict, groups: list) -> list:
     return rows + inputs.sample_rows(record, everyone, args.rollout.ignore_eos)
 
 
+def _sampler_rows(run: Run, parts: witness.Parts, mine: list, record: dict) -> list:
+    size = run.args.batch.group_size
+    eight_bit = run.args.rollout.eight_bit
+    seen = record.get("rollout_corr/abs_diff_mean")
+    return witness.sampler_rows(parts, run.policy, mine, size, eight_bit, seen)
+
+
 def _memory_of_largest_row(run: Run, gradients: Callable) -> dict:
     """Metrics of memory while a row of full size, of the longest sequences, is learned from."""
     batch = run.args.batch
@@ -121,10 +127,7 @@ def _parts(run: Run, add_gradients: Callable) -> witness.Parts:
     meter = metrics.Metrics()
     temperature = args.rollout.temperature
     device = run.policy.device
-
-    @torch.no_grad()
-    def of_policy(row) -> Tensor:
-        return logprobs.token_logprobs(run.policy, row, temperature=temperature)[0]
+    of_policy = witness.plainly(logprobs.token_logprobs, run.policy, temperature)
 
     def gradients(rows: list, totals: dict) -> None:
         add_gradients(args, run.policy, rows, totals, meter)
