@@ -194,10 +194,8 @@ def _tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
         parameters = [] if model is None else list(model.parameters())
         memory = getattr(getattr(entry, "optimizer", None), "state", {})
         for p in parameters:
-            known = memory.get(p, {})
-            yield from map(
-                _local, [p, *(x for _, x in sorted(known.items()) if torch.is_tensor(x))]
-            )
+            known = dict(sorted(memory.get(p, {}).items()))
+            yield from map(_local, [p, *filter(torch.is_tensor, known.values())])
 
 
 def _fingerprint(state: Mapping[str, Any]) -> list:
