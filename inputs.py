@@ -236,11 +236,12 @@ def _errors_row(stats: Mapping[str, float]) -> Row:
 
 def sample_rows(record: Mapping[str, Any], rewards: Sequence[float], ignore_eos: bool) -> list:
     """Rows on the responses of a real step. record: its metrics; rewards: of all its samples."""
-    low = min(rewards)
-    high = max(rewards)
     num = len(rewards)
-    figure = f"from {low:.3f} to {high:.3f}, mean {sum(rewards) / num:.3f}, of {num} samples"
-    advice = "all are alike, so nothing can be learned: too hard, too easy, or the function is"
+    low = min(rewards, default=0.0)
+    high = max(rewards, default=0.0)
+    mean = sum(rewards) / max(1, num)
+    figure = f"from {low:.3f} to {high:.3f}, mean {mean:.3f}, of {num} samples"
+    advice = "all are alike, so nothing is learned: prompts too hard or easy, or a wrong function"
     rows = [Row("rewards of real samples", figure, "some spread", high > low, advice)]
     cut = record.get("response_length/clip_ratio")
     if cut is not None and not ignore_eos:

@@ -254,7 +254,7 @@ def _exit_now(kind, value, trace) -> None:
     os._exit(1)
 
 
-def leave(status: int | None) -> None:
+def leave(status: int | None = None) -> None:
     """End a finished run on all ranks, without what engines print when they exit. Collective."""
     dist.barrier()
     sys.stdout.flush()

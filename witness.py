@@ -51,7 +51,7 @@ EIGHT_BIT_BOUND = 0.3  # an 8-bit sampler is another policy
 ROUNDINGS = 2  # times what rounding does, in other types
 NUM_TOKENS = 2000
 NUM_ALONE = 8
-GRADIENT_BOUND = {False: 1e-3, True: 0.1}  # by whether layers compute in 16 bits
+GRADIENT_BOUND = {False: 1e-3, True: 0.1}  # by whether numbers of 8 or 16 bits are in it
 RATES = (1e-5, 4e-5, 2e-4, 1e-3, 4e-3, 2e-2)  # until the policy has moved far enough
 
 
@@ -282,10 +282,11 @@ def _totals(rows: Sequence) -> dict[str, int]:
     return {"tokens": int(counts[0]), "sequences": int(counts[1])}
 
 
-def packing_rows(parts: Parts, policy: nn.Module, mine: list) -> list:
+def packing_rows(parts: Parts, policy: nn.Module, mine: list, is_rough: bool) -> list:
     """Rows on samples alone and in a full row, and on a gradient in two layouts.
 
-    mine: real sequences of this rank, with advantages.
+    mine: real sequences of this rank, with advantages; some rank has one. is_rough: gradients are
+    rounded on their way.
     """
     everyone = [each for of_rank in _gather(mine[:64]) for each in of_rank]
     everyone.sort(key=_length)
@@ -305,7 +306,7 @@ def packing_rows(parts: Parts, policy: nn.Module, mine: list) -> list:
     figure = f"{worst:.2g} nats, mean of a sample, the worst of {NUM_ALONE}"
     advice = "sequences of a row see each other: the model's attention or positions leak; report it"
     rows = [Row("alone or in a full row", figure, f"{bound:.2g}", worst <= bound, advice)]
-    return [*rows, _gradient_row(parts, policy, chosen, bound > FP32_BOUND)]
+    return [*rows, _gradient_row(parts, policy, chosen, is_rough or bound > FP32_BOUND)]
 
 
 def _length(sequence: Mapping[str, Tensor]) -> int:
@@ -335,7 +336,7 @@ def _by_sequence(row: Any, values: Tensor) -> dict[int, Tensor]:
     return {index: values[part].cpu() for index, part in parts.items()}
 
 
-def _gradient_row(parts: Parts, policy: nn.Module, chosen: list, is_half: bool) -> Row:
+def _gradient_row(parts: Parts, policy: nn.Module, chosen: list, is_rough: bool) -> Row:
     """The gradient of `chosen` in short rows over all ranks, and in long ones on the last."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     longest = max(map(_length, chosen))
@@ -353,7 +354,7 @@ def _gradient_row(parts: Parts, policy: nn.Module, chosen: list, is_half: bool) 
         squares += torch.stack([(a - b).double().square().sum(), a.double().square().sum()])
     _add_up(squares)
     apart = (squares[0] / squares[1]).sqrt().item()
-    bound = GRADIENT_BOUND[is_half]
+    bound = GRADIENT_BOUND[is_rough]
     counts = " and ".join(str(len(rows)) for rows in layouts)
     figure = f"{apart:.2g} of its norm, in {counts} rows a rank"
     advice = "a loss depends on the layout: see its divisor, and --model.reduce-every-row"

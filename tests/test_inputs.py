@@ -142,6 +142,7 @@ def test_real_samples_need_spread_and_an_end():
     record["response_length/clip_ratio"] = 0.5
     assert wrong(inputs.sample_rows(record, [0.5, 0.6], False)) == []
     assert len(inputs.sample_rows(record, [0.5, 0.6], True)) == 1
+    assert wrong(inputs.sample_rows({}, [], False)) == ["rewards of real samples"]
 
 
 def test_a_run_that_has_not_asked_is_warned(capfd):

@@ -172,7 +172,7 @@ def wrong(tiny, files, tmp_path_factory):
                 mine = made_sequences()
                 rows[fault] = []
                 if SEEN_BY[fault] <= {ALONE, LAYOUTS}:
-                    rows[fault] += witness.packing_rows(parts, policy, mine)
+                    rows[fault] += witness.packing_rows(parts, policy, mine, False)
                 if not SEEN_BY[fault] & {ALONE, LAYOUTS}:
                     rows[fault] += witness.sampler_rows(parts, policy, mine, 4, False, 0.0)
         found = {fault: {row.what for row in each if not row.right} for fault, each in rows.items()}
@@ -194,7 +194,7 @@ def wrong(tiny, files, tmp_path_factory):
         parts = checkup._parts(
             run._replace(state={"policy": checkpoint.TrainState(policy, ())}), grpo.actor_gradients
         )
-        by_rope = witness.packing_rows(parts, policy, made_sequences())
+        by_rope = witness.packing_rows(parts, policy, made_sequences(), False)
         found["rotary positions by the longest of a row"] = {x.what for x in by_rope if not x.right}
         return found
 
@@ -220,7 +220,7 @@ def test_ranks_agree_on_the_rows(tiny, files, tmp_path):
         run = checkup.Run(args, None, None, None, [], state, Offload(False))
         parts = checkup._parts(run, grpo.actor_gradients)
         mine = made_sequences() if torch.distributed.get_rank() else []
-        return witness.packing_rows(parts, policy, mine)
+        return witness.packing_rows(parts, policy, mine, False)
 
     ours, theirs = run_ranks(2, job)
     assert ours == theirs

@@ -62,7 +62,9 @@ def table(run: Run, gradients: Callable, record: dict, groups: list) -> int:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     mine = witness.sequences(packing.sequence, rollouts)
     parts = _parts(run, gradients)
-    made.add(witness.packing_rows(parts, run.policy, mine))
+    if metrics.total(float(len(mine))) == 0:  # no group had any spread
+        mine = parts.sample(dist.get_world_size(), 0)
+    made.add(witness.packing_rows(parts, run.policy, mine, args.quantize_gradients))
     largest = _memory_of_largest_row(run, gradients)
     with run.offloader.present(run.optimizer):
         made.add(_sampler_rows(run, parts, mine, record))
