@@ -15,6 +15,7 @@ from jobs import REWARDS, settings, train
 import check
 import grpo
 import ppo
+import reshard
 from check import Row, Table
 
 ROOT = Path(grpo.__file__).parent
@@ -133,6 +134,27 @@ def test_ppo_is_checked_likewise_and_a_constant_reward_is_status_1(tiny, files, 
         "rewards of real samples"
     ]
     assert rows.keys() >= WITNESSED
+
+
+# In a run that has not asked
+
+
+@pytest.mark.parametrize("entry", [grpo, pytest.param(ppo, marks=pytest.mark.slow)])
+def test_a_run_looks_at_its_data_and_at_its_first_samples(tiny, files, tmp_path, capfd, entry):
+    plain = reshard.iter_full_params
+
+    def scaled(*args, **options):
+        for bucket in plain(*args, **options):
+            yield [(name, x * 1.2 if ".mlp." in name else x) for name, x in bucket]
+
+    evals = dict(eval_every=2, eval_paths=(str(files / "16.jsonl"),))
+    args = settings(tiny, files, tmp_path, entry, num_steps=1, **evals)
+    train(args, 1, **{"reshard.iter_full_params": scaled})
+    warnings = [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning")]
+    assert [line.split()[1] for line in warnings] == ["evaluation:", "sampler"]
+    args = settings(tiny, files, tmp_path, entry, num_steps=1, verify_every=1)
+    with pytest.raises(RuntimeError, match="^--verify-every 1: sampler and policy are .* apart"):
+        train(args, 1, **{"reshard.iter_full_params": scaled})
 
 
 # In processes of their own
