@@ -151,7 +151,9 @@ def test_a_run_looks_at_its_data_and_at_its_first_samples(tiny, files, tmp_path,
     args = settings(tiny, files, tmp_path, entry, num_steps=1, **evals)
     train(args, 1, **{"reshard.iter_full_params": scaled})
     warnings = [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning")]
-    assert [line.split()[1] for line in warnings] == ["evaluation:", "sampler"]
+    # The last is report.py's, of the whole step.
+    begin = ["evaluation: 16 of", "sampler and policy", "sampler and trainer"]
+    assert [" ".join(line.split()[1:4]) for line in warnings] == begin
     args = settings(tiny, files, tmp_path, entry, num_steps=1, verify_every=1)
     with pytest.raises(RuntimeError, match="^--verify-every 1: sampler and policy are .* apart"):
         train(args, 1, **{"reshard.iter_full_params": scaled})
