@@ -18,8 +18,8 @@ rows and ranks.
 The bound. In fp32 1e-4 nats. In bf16 two right implementations differ by what rounding does to this
 model: SmolLM2 0.016. So rounding is measured: the same tokens once more with what enters each
 linear layer multiplied by 1 + u, u uniform within the type's rounding error. The bound is twice the
-difference that this makes: SmolLM2 0.049, where all MLPs times 1.2 make 0.32, and one of 30 layers
-0.058. `compare` is the part for every run: one row of its first step.
+difference that this makes: SmolLM2 0.049, where MLPs times 1.2 make 0.32, and that of one layer of
+30 0.058. `compare` is the part for every run: one row of its first step.
 
 What we give up: a fault in what both sides share, such as the tokens themselves or a tensor that
 was loaded wrongly; faults that grow over time. Source: Parker 1997 (Monte Carlo arithmetic).
