@@ -245,9 +245,8 @@ def sampler_rows(
 
 
 def _sampler_row(what: str, found: Difference, advice: str) -> Row:
-    figure = (
-        f"{found.mean:.2g} nats, mean of {found.num_tokens} tokens; {found.largest:.2g} at most"
-    )
+    mean = f"{found.mean:.2g} nats, mean of {found.num_tokens} tokens"
+    figure = f"{mean}; {found.largest:.2g} at most"
     return Row(what, figure, f"{found.bound:.2g}", found.is_small, advice)
 
 
