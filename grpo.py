@@ -44,6 +44,7 @@ from torch import Tensor, nn
 import adapter
 import advantages
 import attention
+import check
 import checkpoint
 import comms
 import curves
@@ -52,6 +53,7 @@ import exchange
 import hardware
 import hf_backend
 import hub
+import inputs
 import logprobs
 import lora
 import losses
@@ -70,6 +72,7 @@ import run
 import sampling
 import scheduler
 import vllm_backend
+import witness
 from advantages import AdvantageConfig
 from batch import BatchConfig
 from data import DataConfig
@@ -85,6 +88,7 @@ from rewards import RewardConfig, Scorer
 from rollout import RolloutConfig
 from run import RunConfig
 from sampling import Group
+from tools import checkup
 
 # What a rank without samples puts in its rows.
 EMPTY = packing.empty_sequence("advantages", "rollout_logprobs")
@@ -115,7 +119,13 @@ class Args:
     eval_samples: int = 0
     """Samples per evaluation prompt for mean@k and pass@k, besides the greedy one; 0: none."""
     verify_sync: bool = False
-    """Compare the engine's weights with the trainer's after each sync; stop on a difference."""
+    """Compare the engine's weights with the trainer's after each sync, and their probabilities in a
+    row of each step; stop on a difference."""
+    verify_every: int = 0
+    """Compare the probabilities alone, every this many steps; 0: in the first, with a warning."""
+    check: bool = False
+    """Make a step, print a table of what is right and wrong for this model, data and machine, end.
+    """
     quantize_gradients: bool = False
     """Reduce gradients over ranks in 8-bit blocks: a quarter of fp32's bytes, for slow links."""
     offload: bool = False
@@ -141,7 +151,8 @@ class Args:
         plan.check_groups(self)
 
 
-def main(flags: Args) -> None:
+def main(flags: Args) -> int | None:
+    flags = check.beside(flags)  # of --check: another directory
     mesh = run.init_distributed(flags.seed, flags.timeout_s)
     meter = metrics.Metrics(hardware.Device(), hardware.process_age())
     meter.add_time("import")  # seconds since the process began, then from one to the next
@@ -215,6 +226,7 @@ def main(flags: Args) -> None:
             # In a single pass the first minibatch meets the policy unchanged: its ratio is 1.
             skip = 1 if args.batch.num_epochs == 1 else 0
             rows = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature, skip)
+            witness.compare(args, step - first_step, policy, rows, logprobs.token_logprobs)
         if args.loss.kl_coef:
             base = policy if reference is None else reference
             with meter.timer("ref_logprobs"), offloader.present(reference), lora.disabled(base):
@@ -243,7 +255,11 @@ def main(flags: Args) -> None:
         if args.refresh_every and (step + 1) % args.refresh_every == 0:
             with offloader.present(reference):
                 model.copy_weights(policy, reference)
-        journal.write(step, meter.reduce())
+        record = meter.reduce()
+        journal.write(step, record)
+        if args.check:
+            now = checkup.Run(args, engine, scorer, tokenizer, eval_prompts, state, offloader)
+            return checkup.table(now, actor_gradients, record, groups)
         guard.save_if_due(step, meter)
         guard.leave_if_over(step)
 
@@ -257,6 +273,7 @@ def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt],
     path = hub.find_model(args.model_path, plan.longest(args))
     tokenizer = hub.load_tokenizer(path, f"--model {args.model_path}")
     datasets, eval_sets = data.load_all(args.data_paths, args.eval_paths, tokenizer, args.data)
+    inputs.warn(datasets, eval_sets, tokenizer, args.data.template_options, scorer.wanted)
     plan.require_columns([*datasets, *eval_sets], scorer.wanted)
     has_evals = eval_sets or not args.eval_every
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
@@ -403,5 +420,4 @@ def actor_gradients(args: Args, policy, rows: list[PackedRow], totals: dict, met
 
 
 if __name__ == "__main__":
-    main(run.command_line(Args(), addition.SETTINGS, __doc__))
-    run.leave()
+    run.leave(main(run.command_line(Args(), addition.SETTINGS, __doc__)))

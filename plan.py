@@ -47,6 +47,7 @@ def check(args: Any) -> None:
     require(1 <= args.timeout_s < 1e7, "--timeout-s", args.timeout_s, "at least 1; try 3600")
     require(args.eval_every >= 0, "--eval-every", args.eval_every, "at least 0 (never)")
     require(args.eval_samples >= 0, "--eval-samples", args.eval_samples, "at least 0 (none)")
+    require(args.verify_every >= 0, "--verify-every", args.verify_every, "at least 0 (never)")
     if args.eval_every == 0:
         no_samples = args.eval_samples == 0
         require(no_samples, "--eval-samples", args.eval_samples, "0, or with --eval-every 20")

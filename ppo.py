@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import adapter
 import advantages
 import attention
+import check
 import checkpoint
 import comms
 import curves
@@ -33,6 +34,7 @@ import data
 import exchange
 import hardware
 import hub
+import inputs
 import logprobs
 import lora
 import losses
@@ -47,6 +49,7 @@ import prefix
 import report
 import run
 import sampling
+import witness
 from advantages import GaeConfig, KlController
 from batch import BatchConfig
 from data import DataConfig
@@ -63,6 +66,7 @@ from rewards import RewardConfig, Scorer
 from rollout import RolloutConfig
 from run import RunConfig
 from sampling import Group
+from tools import checkup
 
 # What a rank without samples puts in its rows.
 EMPTY = packing.empty_sequence("scores", "rollout_logprobs")
@@ -93,7 +97,13 @@ class Args:
     eval_samples: int = 0
     """Samples per evaluation prompt for mean@k and pass@k, besides the greedy one; 0: none."""
     verify_sync: bool = False
-    """Compare the engine's weights with the trainer's after each sync; stop on a difference."""
+    """Compare the engine's weights with the trainer's after each sync, and their probabilities in a
+    row of each step; stop on a difference."""
+    verify_every: int = 0
+    """Compare the probabilities alone, every this many steps; 0: in the first, with a warning."""
+    check: bool = False
+    """Make a step, print a table of what is right and wrong for this model, data and machine, end.
+    """
     quantize_gradients: bool = False
     """Reduce gradients over ranks in 8-bit blocks: a quarter of fp32's bytes, for slow links."""
     offload: bool = False
@@ -129,7 +139,8 @@ class Args:
         run.require(warmup < self.num_steps, "--critic.warmup-steps", warmup, rule)
 
 
-def main(flags: Args) -> None:
+def main(flags: Args) -> int | None:
+    flags = check.beside(flags)  # of --check: another directory
     mesh = run.init_distributed(flags.seed, flags.timeout_s)
     meter = metrics.Metrics(hardware.Device(), hardware.process_age())
     meter.add_time("import")  # seconds since the process began, then from one to the next
@@ -210,6 +221,7 @@ def main(flags: Args) -> None:
             # In a single pass the first minibatch meets the policy unchanged: its ratio is 1.
             skip = 1 if passes == 1 and not args.gae.kl_coef else 0
             rows = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature, skip)
+            witness.compare(args, start - first_step, policy, rows, logprobs.token_logprobs)
         if args.loss.kl_coef or args.gae.kl_coef:
             base = policy if reference is None else reference
             with meter.timer("ref_logprobs"), offloader.present(reference), lora.disabled(base):
@@ -234,7 +246,11 @@ def main(flags: Args) -> None:
                 meter.add("communication/nccl_bw_gb", hardware.measure_bandwidth(1 << 22))
             if args.gae.kl_coef and step + 1 == start + args.rollout_every:
                 kl_penalty.update(stats["actor/reward_kl_penalty"], args.batch.num_samples)
-            journal.write(step, meter.reduce())
+            record = meter.reduce()
+            journal.write(step, record)
+            if args.check:
+                now = checkup.Run(args, engine, rule, tokenizer, eval_prompts, state, offloader)
+                return checkup.table(now, actor_gradients, record, groups)
             guard.save_if_due(step, meter)
             guard.leave_if_over(step)
 
@@ -251,6 +267,7 @@ def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Pr
     reward_path = hub.find_reward_model(args.reward_model_path, longest, path)
     critic_path = hub.find_critic(args.critic.path, longest, path) or reward_path or path
     datasets, eval_sets = data.load_all(args.data_paths, args.eval_paths, tokenizer, args.data)
+    inputs.warn(datasets, eval_sets, tokenizer, args.data.template_options, scorer.wanted)
     plan.require_columns(eval_sets if reward_path else [*datasets, *eval_sets], scorer.wanted)
     has_evals = eval_sets or not args.eval_every
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
@@ -368,5 +385,4 @@ def critic_gradients(args: Args, critic, rows: list[PackedRow], totals: dict, me
 
 
 if __name__ == "__main__":
-    main(run.command_line(Args(), addition.PPO_SETTINGS, __doc__))
-    run.leave()
+    run.leave(main(run.command_line(Args(), addition.PPO_SETTINGS, __doc__)))

@@ -254,11 +254,11 @@ def _exit_now(kind, value, trace) -> None:
     os._exit(1)
 
 
-def leave() -> None:
+def leave(status: int | None = None) -> None:
     """End a finished run on all ranks, without what engines print when they exit. Collective."""
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(status or 0)
 
 
 def command_line(default: Any, built_in: Mapping[str, Any], description: str) -> Any:

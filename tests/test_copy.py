@@ -123,16 +123,8 @@ MISTAKES = {
     "run": ("from run import RunConfig; RunConfig(name='a/b')", "--name 'a/b': must be the name"),
 }
 # Who has nothing to refuse: no setting, and any text is an answer.
-WITHOUT = {
-    "curves",
-    "expressions",
-    "guard",
-    "hardware",
-    "memory",
-    "prefix",
-    "sampling",
-    "worker",
-}
+WITHOUT = {"curves", "expressions", "guard", "hardware", "memory", "sampling", "worker"}
+WITHOUT |= {"check", "inputs", "prefix", "witness"}
 
 
 def example_of(name):
