@@ -49,14 +49,11 @@ import checkpoint
 import comms
 import curves
 import data
-import exchange
 import hardware
-import hf_backend
 import hub
 import inputs
 import logprobs
 import lora
-import losses
 import memory
 import metrics
 import model
@@ -64,14 +61,9 @@ import offload
 import optim
 import packing
 import plan
-import prefix
 import report
-import reshard
-import rollout
 import run
 import sampling
-import scheduler
-import vllm_backend
 import witness
 from advantages import AdvantageConfig
 from batch import BatchConfig
@@ -82,7 +74,7 @@ from lora import LoraConfig
 from losses import LossConfig
 from model import ModelConfig
 from optim import OptimConfig
-from packing import PackedRow
+from phases import actor_gradients, evaluate, export, lay_out, make_engine, sync, warm_up
 from report import LogConfig
 from rewards import RewardConfig, Scorer
 from rollout import RolloutConfig
@@ -179,14 +171,9 @@ def main(flags: Args) -> int | None:
         journal = report.Report(out_dir, args.log, args.num_steps, first_step, wandb, curves.plot)
         meter.add_time("engine")
     temperature = args.rollout.temperature
-    all_sizes = packing.rows_of_all_sizes(args.batch, engine.max_model_len, prefix.share)
-    # Passes without gradients are for old_logprobs.
-    kinds = [False, True] if args.batch.num_epochs * args.batch.num_minibatches > 1 else [True]
-    with memory.advice(args, all_sizes):
-        logprobs.warm_up([policy, reference], all_sizes, offloader.present, kinds)
-        if args.lora.rank and args.loss.kl_coef:
-            with lora.disabled(policy):
-                logprobs.warm_up([policy], all_sizes, offloader.present, kinds=[False])
+    has_old = args.batch.num_epochs * args.batch.num_minibatches > 1  # passes for old_logprobs
+    num_tokens = engine.max_model_len
+    warm_up(args, [policy, reference], num_tokens, offloader, args.loss.kl_coef, has_old)
     meter.add_time("warm_up")
     journal.write_start(meter.reduce())
     guard = Guard(args.run, out_dir, args.num_steps, tokenizer.decode)
@@ -209,14 +196,7 @@ def main(flags: Args) -> int | None:
         # 3. Lay out. Minibatch m is a fixed slice of the prompt order; rows[m] serve all passes.
         with meter.timer("layout"):
             sequences, minibatch_of = to_sequences(args, groups, group_advantages)
-            rows, totals = packing.lay_out(
-                sequences,
-                minibatch_of,
-                args.batch,
-                exchange=exchange.exchange,
-                like=EMPTY,
-                share=prefix.share,
-            )
+            rows, totals = lay_out(args, sequences, minibatch_of, like=EMPTY)
             meter.add_layout(rows, args.batch.tokens_per_row)
             journal.write_samples(step, groups, tokenizer.decode, group_advantages)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
@@ -300,49 +280,6 @@ def load_models(args: Args, path: str, mesh) -> tuple[nn.Module, nn.Module | Non
     return policy, reference, optim.make_optimizer(policy, args.optim, args.learning_rate)
 
 
-def make_engine(args: Args, path: str, tokenizer) -> rollout.Engine:
-    """The sampler, asleep: vLLM, or Transformers' generate."""
-    backend = hf_backend.HfBackend
-    if args.rollout.backend == "vllm":
-        make = scheduler.closed_batch_scheduler
-        backend = functools.partial(vllm_backend.VllmBackend, make_scheduler=make)
-    return rollout.Engine(
-        backend,
-        path,
-        args.rollout,
-        max_prompt_tokens=args.data.max_prompt_tokens,
-        num_samples=args.batch.num_samples,
-        stop_ids=hub.stop_token_ids(path, tokenizer.eos_token_id),
-        seed=args.seed,
-    )
-
-
-def sync(args: Args, policy: nn.Module, engine: rollout.Engine, meter) -> None:
-    """Give the policy's weights to the engine, which is awake: after that it can sample."""
-    with meter.timer("reshard"):
-        merges = lora.merges(policy)
-        num_bytes = reshard.sync_weights(policy, engine, merges=merges)
-        if args.verify_sync:
-            reshard.verify_sync(policy, engine, merges=merges)
-    meter.add("communication/sync_gb", num_bytes / 1e9)
-
-
-def export(args: Args, policy: nn.Module, engine: rollout.Engine, path: str) -> None:
-    """Write the trained model, and adapters once more by themselves. Collective."""
-    weights = reshard.iter_full_params(policy, dtype=engine.dtype, merges=lora.merges(policy))
-    hub.export(weights, path, args.run.directory / "hf", engine.dtype)
-    if args.lora.rank:
-        out_dir = args.run.directory / "adapter"
-        adapter.write(args.lora, lora.adapters(policy), out_dir, base=args.model_path)
-
-
-def evaluate(args: Args, step: int, engine, scorer, tokenizer, prompts, meter, guard) -> None:
-    """Greedy reward and, of --eval-samples k, mean@k and pass@k, on the held-out prompts."""
-    seed = data.sampling_seed(args.seed, "eval")
-    made = sampling.evaluate(engine, scorer, tokenizer, prompts, args.eval_samples, seed, meter)
-    guard.keep_best(step, made[0], meter)
-
-
 def sample_groups(args: Args, step: int, engine, scorer, tokenizer, stream, meter) -> list[Group]:
     """This rank's groups with rewards; dynamic sampling draws until enough differ or tries end."""
     size = args.batch.group_size
@@ -399,24 +336,6 @@ def to_sequences(
             sequences.append(made)
     minibatch_of = args.batch.minibatches([group.position for group in groups])
     return sequences, [m for m in minibatch_of for _ in range(args.batch.group_size)]
-
-
-def actor_gradients(args: Args, policy, rows: list[PackedRow], totals: dict, meter) -> Tensor:
-    """Add the gradients of a minibatch to the policy; returns this rank's share of ppo_kl."""
-    temperature = args.rollout.temperature
-    kl = torch.zeros((), device=rows[0].tokens.device)
-    for i, row in enumerate(rows):
-        # Gradients are reduced over ranks once, after the last row. Until then they add up here.
-        is_last = i == len(rows) - 1
-        policy.set_requires_gradient_sync(is_last or args.model.reduce_every_row)
-        current, entropy = logprobs.token_logprobs(policy, row, temperature=temperature)
-        limit = args.rollout.max_response_tokens
-        loss, stats = losses.actor_loss(current, entropy, row, totals, args.loss, limit)
-        loss.backward()
-        meter.add_pass(policy, row)
-        meter.update(stats, row.num_response_tokens)
-        kl += stats["actor/ppo_kl"] * row.num_response_tokens / totals["tokens"]
-    return kl
 
 
 if __name__ == "__main__":

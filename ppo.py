@@ -31,7 +31,6 @@ import checkpoint
 import comms
 import curves
 import data
-import exchange
 import hardware
 import hub
 import inputs
@@ -54,13 +53,13 @@ from advantages import GaeConfig, KlController
 from batch import BatchConfig
 from data import DataConfig
 from examples import addition
-from grpo import actor_gradients, evaluate, export, make_engine, sync
 from guard import Guard
 from lora import LoraConfig
 from losses import CriticConfig, LossConfig
 from model import ModelConfig
 from optim import OptimConfig
 from packing import PackedRow
+from phases import actor_gradients, evaluate, export, lay_out, make_engine, sync, warm_up
 from report import LogConfig
 from rewards import RewardConfig, Scorer
 from rollout import RolloutConfig
@@ -172,12 +171,8 @@ def main(flags: Args) -> int | None:
         journal = report.Report(out_dir, args.log, args.num_steps, first_step, wandb, curves.plot)
         meter.add_time("engine")
     temperature = args.rollout.temperature
-    all_sizes = packing.rows_of_all_sizes(args.batch, engine.max_model_len, prefix.share)
-    with memory.advice(args, all_sizes):
-        logprobs.warm_up(models, all_sizes, offloader.present)
-        if args.lora.rank and (args.loss.kl_coef or args.gae.kl_coef):
-            with lora.disabled(policy):
-                logprobs.warm_up([policy], all_sizes, offloader.present, kinds=[False])
+    has_reference = args.loss.kl_coef or args.gae.kl_coef
+    warm_up(args, models, engine.max_model_len, offloader, has_reference)
     meter.add_time("warm_up")
     journal.write_start(meter.reduce())
     guard = Guard(args.run, out_dir, args.num_steps, tokenizer.decode, save_at=args.rollout_every)
@@ -203,14 +198,7 @@ def main(flags: Args) -> int | None:
         # 3. Lay out. Minibatch m is a fixed slice of the prompt order; rows[m] serve all passes.
         with meter.timer("layout"):
             sequences, minibatch_of = to_sequences(args, groups)
-            rows, totals = packing.lay_out(
-                sequences,
-                minibatch_of,
-                args.batch,
-                exchange=exchange.exchange,
-                like=EMPTY,
-                share=prefix.share,
-            )
+            rows, totals = lay_out(args, sequences, minibatch_of, like=EMPTY)
             meter.add_layout(rows, args.batch.tokens_per_row)
             journal.write_samples(start, groups, tokenizer.decode)
             rows = [[row.to(mesh.device_type) for row in minibatch] for minibatch in rows]
@@ -222,7 +210,7 @@ def main(flags: Args) -> int | None:
             skip = 1 if passes == 1 and not args.gae.kl_coef else 0
             rows = logprobs.with_logprobs(policy, rows, "old_logprobs", temperature, skip)
             witness.compare(args, start - first_step, policy, rows, logprobs.token_logprobs)
-        if args.loss.kl_coef or args.gae.kl_coef:
+        if has_reference:
             base = policy if reference is None else reference
             with meter.timer("ref_logprobs"), offloader.present(reference), lora.disabled(base):
                 rows = logprobs.with_logprobs(base, rows, "ref_logprobs", temperature)

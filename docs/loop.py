@@ -62,11 +62,12 @@ STYLE = """
 
 def phases(source: str) -> dict[int, tuple[str, list[str]]]:
     """{number: (title, qualified names in the order of the text)} of main's numbered comments."""
-    tree = ast.parse(source)
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    # phases.py holds helpers that the scripts share.
+    body = ast.parse(source).body + ast.parse((ROOT / "phases.py").read_text()).body
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     modules = {
         alias.name
-        for node in tree.body
+        for node in body
         if isinstance(node, ast.Import)
         for alias in node.names
         if (ROOT / f"{alias.name}.py").exists()

@@ -287,5 +287,5 @@ def test_what_a_phase_hands_on_is_a_variable_of_main():
 
 
 def test_a_call_that_leaves_the_loop_leaves_the_picture():
-    changed = SOURCE.replace("losses.actor_loss(", "other_loss(")
+    changed = SOURCE.replace("optim.learning_rate_at(", "other_rate(")
     assert loop.draw(changed) != loop.draw(SOURCE)
