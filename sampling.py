@@ -6,7 +6,7 @@ The problem. Rewards want text and the engine gives tokens. Decoded and scored a
 responses keep the GPU waiting. Decoded one by one during the rollout, they compete with the engine
 for the interpreter's lock.
 
-How it works. The engine hands over the responses that ended in one of its steps. A thread decodes
+How it works. The engine hands over the responses that ended, in bunches. A thread decodes
 these together, in the tokenizer's own threads, and submits them to the scorer, whose workers are
 processes; the engine runs on. What is scored is the text without the token that ended it. Special
 tokens inside it are content, such as <think>.
@@ -27,8 +27,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
-
-AT_ONCE = 64  # responses that are decoded together
 
 
 class Group(NamedTuple):
@@ -57,10 +55,6 @@ def draw(
     to_texts = _decoder(tokenizer)
 
     def submit(ended: list[tuple[int, int, Any]]) -> None:
-        for start in range(0, len(ended), AT_ONCE):  # the first are scored while others are decoded
-            submit_some(ended[start : start + AT_ONCE])
-
-    def submit_some(ended: list[tuple[int, int, Any]]) -> None:
         texts = to_texts([rollout for _, _, rollout in ended])
         for (index, position, rollout), text in zip(ended, texts, strict=True):
             prompt = prompts[position]

@@ -61,6 +61,7 @@ from torch import Tensor
 # What vLLM raises where it has no kernel, no room or no rule for a model.
 FAILURES = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError)
 FAILURES += (TypeError, ValueError)
+AT_ONCE = 64  # responses that are handed over together
 
 
 class VllmBackend:
@@ -187,8 +188,7 @@ class VllmBackend:
         params.max_tokens = 2
         for index in range(num_samples):
             self._add(index, [0], params, seed=0)
-        for _ in self._finish_all():
-            pass
+        list(self._finish_all())
 
     def _clean_up(self) -> None:
         # All ranks of the engine have opened what they share. A job that is killed leaves no name.
@@ -280,9 +280,9 @@ class VllmBackend:
         """Runs the engine until all requests have ended; what ended, step by step."""
         engine = self.llm.llm_engine
         while engine.has_unfinished_requests():
-            ended = [self._result(output) for output in engine.step() if output.finished]
-            if ended:
-                yield ended
+            ended = [output for output in engine.step() if output.finished]
+            for i in range(0, len(ended), AT_ONCE):  # the first are scored while others come
+                yield [self._result(output) for output in ended[i : i + AT_ONCE]]
 
     def _result(self, output) -> tuple[int, Tensor, Tensor, bool]:
         index = int(output.request_id)

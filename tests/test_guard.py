@@ -422,7 +422,7 @@ def test_a_full_disk_does_not_end_the_run_that_skips(clock, capsys):
 def poisoned(calls, entry):
     """actor_loss, or critic_loss for the critic, whose nth calls give NaN on rank 1, or alone."""
     name = "actor_loss" if entry is grpo else "critic_loss"
-    real = getattr(grpo.losses, name)
+    real = getattr(losses, name)
     count = iter(range(10_000))
 
     def loss(*arguments):

@@ -67,9 +67,9 @@ def leak():
     """Attention over the whole row."""
     plain = attention._segment_attention
 
-    def whole(q, k, v, scaling, window, cu_seqlens, max_seqlen):
-        edges = torch.tensor([0, q.shape[2]], dtype=torch.int32)
-        return plain(q, k, v, scaling, window, edges, q.shape[2])
+    def whole(q, k, v, scaling, window, spans):
+        edges = torch.tensor([0, len(q)], dtype=torch.int32)
+        return plain(q, k, v, scaling, window, attention.Spans(edges, edges, len(q), len(q)))
 
     return mock.patch.object(attention, "_segment_attention", whole)
 
