@@ -150,6 +150,11 @@ class Args:
         plan.check(self)  # the rules that all scripts share
         plan.check_groups(self)
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a loss compares the policy with what it was before the run."""
+        return self.loss.kl_coef > 0
+
 
 def main(flags: Args) -> int | None:
     flags = check.beside(flags)  # of --check: another directory
@@ -263,7 +268,7 @@ def main(flags: Args) -> int | None:
         guard.save_if_due(step, meter)
         guard.leave_if_over(step)
 
-    export(args, policy, engine, path)
+    export(args, policy, engine.dtype, path)
     scorer.close()
 
 
@@ -278,7 +283,7 @@ def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt],
     has_evals = eval_sets or not args.eval_every
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)
-    frozen = int(args.loss.kl_coef > 0 or args.lora.rank > 0)
+    frozen = int(args.needs_reference or args.lora.rank > 0)
     size = hub.memory_plan(path, args.model.master_dtype, frozen, args.lora.rank)
     plan.print_plan(args, datasets, eval_sets, model=f"{path}: {size}")
     return path, tokenizer, stream, [p for prompts in eval_sets for p in prompts], scorer
@@ -292,7 +297,7 @@ def load_models(args: Args, path: str, mesh) -> tuple[nn.Module, nn.Module | Non
     lora.fill(policy, args.seed, stored)
     attention.use_packed_attention(policy)
     reference = None
-    if args.loss.kl_coef and not args.lora.rank:
+    if args.needs_reference and not args.lora.rank:
         reference = model.load_policy(path, mesh, args.model, trainable=False)
         attention.use_packed_attention(reference)
     if args.quantize_gradients:
@@ -327,10 +332,10 @@ def sync(args: Args, policy: nn.Module, engine: rollout.Engine, meter) -> None:
     meter.add("communication/sync_gb", num_bytes / 1e9)
 
 
-def export(args: Args, policy: nn.Module, engine: rollout.Engine, path: str) -> None:
+def export(args: Args, policy: nn.Module, dtype: torch.dtype, path: str) -> None:
     """Write the trained model, and adapters once more by themselves. Collective."""
-    weights = reshard.iter_full_params(policy, dtype=engine.dtype, merges=lora.merges(policy))
-    hub.export(weights, path, args.run.directory / "hf", engine.dtype)
+    weights = reshard.iter_full_params(policy, dtype=dtype, merges=lora.merges(policy))
+    hub.export(weights, path, args.run.directory / "hf", dtype)
     if args.lora.rank:
         out_dir = args.run.directory / "adapter"
         adapter.write(args.lora, lora.adapters(policy), out_dir, base=args.model_path)

@@ -254,7 +254,7 @@ def main(flags: Args) -> int | None:
             guard.save_if_due(step, meter)
             guard.leave_if_over(step)
 
-    export(args, policy, engine, paths[0])
+    export(args, policy, engine.dtype, paths[0])
     scorer.close()
 
 
