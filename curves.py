@@ -29,7 +29,7 @@ import sys
 from pathlib import Path
 
 PANELS = [  # a title, and the metrics below it
-    ("reward", ["reward/mean", "eval/reward"]),
+    ("reward", ["reward/mean", "eval/reward", "eval/sft_token_accuracy", "eval/dpo_preferred"]),
     ("response length [tokens]", ["response_length/mean"]),
     ("entropy [nats]", ["actor/entropy"]),
     ("KL [nats]", ["actor/ppo_kl", "actor/kl_loss", "rollout_corr/kl"]),

@@ -142,6 +142,11 @@ class Args:
         plan.check(self)  # the rules that all scripts share
         plan.check_groups(self)
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a loss compares the policy with what it was before the run."""
+        return self.loss.kl_coef > 0
+
 
 def main(flags: Args) -> int | None:
     flags = check.beside(flags)  # of --check: another directory
@@ -172,8 +177,8 @@ def main(flags: Args) -> int | None:
         meter.add_time("engine")
     temperature = args.rollout.temperature
     has_old = args.batch.num_epochs * args.batch.num_minibatches > 1  # passes for old_logprobs
-    num_tokens = engine.max_model_len
-    warm_up(args, [policy, reference], num_tokens, offloader, args.loss.kl_coef, has_old)
+    known = args, [policy, reference], engine.max_model_len, offloader
+    warm_up(*known, has_reference=args.needs_reference, has_old=has_old)
     meter.add_time("warm_up")
     journal.write_start(meter.reduce())
     guard = Guard(args.run, out_dir, args.num_steps, tokenizer.decode)
@@ -243,7 +248,7 @@ def main(flags: Args) -> int | None:
         guard.save_if_due(step, meter)
         guard.leave_if_over(step)
 
-    export(args, policy, engine, path)
+    export(args, policy, engine.dtype, path)
     scorer.close()
 
 
@@ -258,7 +263,7 @@ def prepare(args: Args) -> tuple[str, Any, data.PromptStream, list[data.Prompt],
     has_evals = eval_sets or not args.eval_every
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")
     stream = data.PromptStream(datasets, weights=args.data.weights, seed=args.seed)
-    frozen = int(args.loss.kl_coef > 0 or args.lora.rank > 0)
+    frozen = int(args.needs_reference or args.lora.rank > 0)
     size = hub.memory_plan(path, args.model.master_dtype, frozen, args.lora.rank)
     plan.print_plan(args, datasets, eval_sets, model=f"{path}: {size}")
     return path, tokenizer, stream, [p for prompts in eval_sets for p in prompts], scorer
@@ -272,7 +277,7 @@ def load_models(args: Args, path: str, mesh) -> tuple[nn.Module, nn.Module | Non
     lora.fill(policy, args.seed, stored)
     attention.use_packed_attention(policy)
     reference = None
-    if args.loss.kl_coef and not args.lora.rank:
+    if args.needs_reference and not args.lora.rank:
         reference = model.load_policy(path, mesh, args.model, trainable=False)
         attention.use_packed_attention(reference)
     if args.quantize_gradients:

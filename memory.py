@@ -97,9 +97,12 @@ def halves(row: Any) -> list:
     num_sequences = len(row.source)
     if num_sequences < 2:
         return [row]
+    ends = [i for i in range(1, num_sequences) if row.source[i] != row.source[i - 1]]
+    if not ends:
+        return [row]  # a pair stays whole
     whole = row.plain()
     bounds = whole.cu_seqlens.tolist()
-    cut = min(range(1, num_sequences), key=lambda i: abs(bounds[i] - bounds[-1] / 2))
+    cut = min(ends, key=lambda i: abs(bounds[i] - bounds[-1] / 2))
     parts = [_part(whole, bounds, 0, cut), _part(whole, bounds, cut, num_sequences)]
     if row.prefix:
         ranges = (0, cut), (cut, num_sequences)

@@ -213,6 +213,8 @@ class Metrics:
             record["perf/mfu"] = flops / step_s / peak / num_ranks if peak else None
         if "timing_s/rollout" in record:
             record["throughput/rollout_latency_ms"] = 1000 * record["timing_s/rollout"]
+        if "sft/loss" in record:
+            record["sft/perplexity"] = math.exp(min(record["sft/loss"], 700.0))
         square = record.pop("rollout_corr/is_square_mean", None)
         if square:
             record["rollout_corr/ess"] = record["rollout_corr/is_weight_mean"] ** 2 / square

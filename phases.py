@@ -9,6 +9,7 @@ each function stands in a step.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,14 +52,24 @@ def make_engine(args: Any, path: str, tokenizer) -> rollout.Engine:
 
 
 def warm_up(
-    args: Any, models: list, num_tokens: int, offloader, has_reference, has_old=True
+    args: Any,
+    models: list,
+    num_tokens: int,
+    offloader,
+    *,
+    has_reference: bool,
+    has_old: bool = True,
+    shares: Sequence = (prefix.share,),
 ) -> None:
     """Compile what the passes over rows need; the policy is the first of the models.
 
     num_tokens: of the longest sequence. has_reference: the policy without its adapters, if it has
-    any, is passed over, too. has_old: passes without gradients go before the update.
+    any, is passed over, too. has_old: passes without gradients go before the update. shares: what
+    makes each kind of row from a plain one, or None.
     """
-    rows = packing.rows_of_all_sizes(args.batch, num_tokens, prefix.share)
+    rows = [
+        row for share in shares for row in packing.rows_of_all_sizes(args.batch, num_tokens, share)
+    ]
     with memory.advice(args, rows):
         logprobs.warm_up(models, rows, offloader.present, [False, True] if has_old else [True])
         if args.lora.rank and has_reference:
@@ -90,10 +101,10 @@ def lay_out(
     )
 
 
-def export(args: Any, policy: nn.Module, engine: rollout.Engine, path: str) -> None:
+def export(args: Any, policy: nn.Module, dtype: torch.dtype, path: str) -> None:
     """Write the trained model, and adapters once more by themselves. Collective."""
-    weights = reshard.iter_full_params(policy, dtype=engine.dtype, merges=lora.merges(policy))
-    hub.export(weights, path, args.run.directory / "hf", engine.dtype)
+    weights = reshard.iter_full_params(policy, dtype=dtype, merges=lora.merges(policy))
+    hub.export(weights, path, args.run.directory / "hf", dtype)
     if args.lora.rank:
         out_dir = args.run.directory / "adapter"
         adapter.write(args.lora, lora.adapters(policy), out_dir, base=args.model_path)

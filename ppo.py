@@ -171,8 +171,8 @@ def main(flags: Args) -> int | None:
         journal = report.Report(out_dir, args.log, args.num_steps, first_step, wandb, curves.plot)
         meter.add_time("engine")
     temperature = args.rollout.temperature
-    has_reference = args.loss.kl_coef or args.gae.kl_coef
-    warm_up(args, models, engine.max_model_len, offloader, has_reference)
+    has_reference = args.loss.kl_coef > 0 or args.gae.kl_coef > 0
+    warm_up(args, models, engine.max_model_len, offloader, has_reference=has_reference)
     meter.add_time("warm_up")
     journal.write_start(meter.reduce())
     guard = Guard(args.run, out_dir, args.num_steps, tokenizer.decode, save_at=args.rollout_every)
@@ -242,7 +242,7 @@ def main(flags: Args) -> int | None:
             guard.save_if_due(step, meter)
             guard.leave_if_over(step)
 
-    export(args, policy, engine, paths[0])
+    export(args, policy, engine.dtype, paths[0])
     scorer.close()
 
 

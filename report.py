@@ -41,6 +41,10 @@ that nothing could be measured, or NaN.
     critic/vf_loss                squared error of the values, halved
     critic/vf_clipfrac            share of values that left the clip band
     critic/vf_explained_var       1 - Var(returns - values) / Var(returns), before the update
+    sft/loss                      of demonstrations, nats per trained token; sft/perplexity: its exp
+    dpo/loss, dpo/margin          of pairs; reward of the chosen text less that of the rejected one
+    dpo/accuracy                  share of pairs whose margin is above 0
+    dpo/chosen_logprob            log-probability of the chosen texts; dpo/rejected_logprob
     rollout_corr/kl               KL(sampler, trainer), k3, nats per token: same weights, other code
     rollout_corr/abs_diff_mean    difference of the two log-probabilities of a token; also _max
     rollout_corr/is_weight_mean   mean importance weight; ess: effective sample size as a share
@@ -48,6 +52,9 @@ that nothing could be measured, or NaN.
     eval/reward                   greedy reward on the evaluation prompts; eval/SOURCE/reward by set
     eval/mean@k, eval/pass@k      mean and best reward of k samples
     eval/error_frac               as reward/error_frac, in the evaluation; also timeout_frac
+    eval/sft_loss                 on held-out demonstrations; eval/sft_token_accuracy: greedy
+    eval/dpo_accuracy             as dpo/accuracy, on held-out pairs; eval/dpo_preferred: share of
+                                  pairs whose chosen text is the likelier, without a reference
     timing_s/step                 wall time of the step
     timing_s/reshard              weight sync, and waking the KV cache
     timing_s/rollout, eval        sampling; evaluation
@@ -248,6 +255,8 @@ class Report:
         for label, name, form in (
             ("reward", "reward/mean", ".3f"),
             ("eval", "eval/reward", ".3f"),
+            ("sft", "sft/loss", ".3f"),
+            ("dpo", "dpo/loss", ".3f"),
             ("length", "response_length/mean", ".1f"),
             ("entropy", "actor/entropy", ".3f"),
             ("kl", "actor/ppo_kl", ".5f"),

@@ -180,7 +180,7 @@ def _to_json(settings: Any) -> dict[str, Any]:
 
 # Settings that a saved state depends on. A resumed run may change all others; it prints changes.
 FIXED_ON_RESUME = ("--seed", "--model", "--reward-model", "--critic.path", "--model.master-dtype")
-FIXED_ON_RESUME += ("--data", "--data.weights", "--data.split")
+FIXED_ON_RESUME += ("--data", "--sft.data", "--dpo.data", "--data.weights", "--data.split")
 FIXED_ON_RESUME += ("--rollout-every", "--refresh-every")
 
 

@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import end_to_end
+import given
 import table
 from peers.verl_grpo import in_common_names
 
@@ -100,3 +101,27 @@ def test_steps_are_kept_as_they_come_and_nothing_outlives_the_run(tmp_path, monk
     assert (first["new_tokens"], second["step_s"]) == (5, 2)
     assert first["round"] == 1 and first["start_s"] == pytest.approx(-0.5, abs=1.5)
     assert end_to_end.descendants() <= before
+
+
+def test_programs_on_given_texts_are_compared_by_step_or_where_rows_differ_by_means():
+    own = {"losses": [1.0, 2.0], "step_s": 2.0}
+    padded = {"program": "trl-sft-padded", "losses": [1.0, 2.02], "step_s": 4.0}
+    given.compare(padded, own, num_tokens=100.0, per_step=8)
+    assert (padded["tokens_per_s"], padded["handful_is"]) == (25.0, 2.0)
+    assert padded["loss_diff"] == pytest.approx(0.01)
+    packed = {"program": "trl-sft-packed", "losses": [2.0, 1.0], "step_s": 1.0}
+    given.compare(packed, own, num_tokens=100.0, per_step=8)
+    assert (packed["handful_is"], packed["loss_diff"]) == (0.5, 0.0)
+    pairs = {"program": "trl-dpo-padded", "losses": [1.0], "step_s": 4.0}
+    given.compare(pairs, own, num_tokens=100.0, per_step=8)
+    assert pairs["pairs_per_s"] == 2.0 and "tokens_per_s" not in pairs
+
+
+def test_rows_of_given_texts_are_questions_with_answers_and_those_of_others(tmp_path):
+    rows = [{"question": f"q{i}", "answer": f"a{i}"} for i in range(3)]
+    source = write(tmp_path / "gsm8k.jsonl", rows)
+    given.write_rows(source, tmp_path, 2)
+    made = [json.loads(line) for line in (tmp_path / "dpo.jsonl").read_text().splitlines()]
+    assert [(row["chosen"], row["rejected"]) for row in made] == [("a0", "a1"), ("a1", "a0")]
+    first = json.loads((tmp_path / "sft.jsonl").read_text().splitlines()[0])
+    assert first == {"prompt": [{"role": "user", "content": "q0"}], "response": "a0"}

@@ -77,6 +77,10 @@ MISTAKES = {
         "from data import DataConfig; DataConfig(long_prompts='dropped')",
         "--data.long-prompts dropped: must be drop or refuse",
     ),
+    "demonstrations": (
+        "load_demonstrations(['x'], tokenizer, DataConfig(), 9, read_rows=lambda *_: [{'a': 'b'}])",
+        "--sft.data x, row 1: has columns ['a']; needs messages, or prompt and response",
+    ),
     "exchange": ("exchange(mine, destination=[0, 1])", "destination 1 is no rank of the group"),
     "hf_backend": (
         "backend.load([('module.lm_head.weight', torch.ones(1))])",
@@ -120,6 +124,7 @@ MISTAKES = {
     ),
     "rewards": ("score(near, [{'completion': '4'}])", "near wants ['answer', 'response'], and"),
     "rollout": ("RolloutConfig(scheduler='close')", "--rollout.scheduler close: must be one of"),
+    "supervised": ("DpoConfig(loss='hinge')", "--dpo.loss hinge: must be sigmoid or ipo"),
     "run": ("from run import RunConfig; RunConfig(name='a/b')", "--name 'a/b': must be the name"),
 }
 # Who has nothing to refuse: no setting, and any text is an answer.

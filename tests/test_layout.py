@@ -12,9 +12,10 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-ENTRIES = {"grpo", "ppo"}
+ENTRIES = {"grpo", "ppo", "hybrid"}
 WIRING = ENTRIES | {"phases"}  # with what they share
 ALGORITHM = {"data", "batch", "advantages", "packing", "prefix", "losses", "logprobs"}
+ALGORITHM |= {"demonstrations", "supervised"}
 MACHINE = {
     "model",
     "optim",
@@ -265,12 +266,13 @@ def test_a_diff_of_the_two_scripts_shows_the_algorithms_and_little_else():
     assert not {name for name in both if our_fields[name] != their_fields[name]}
 
 
-def test_the_two_scripts_have_the_same_phases():
+@pytest.mark.parametrize("other", ["ppo", "hybrid"])
+def test_the_scripts_have_the_same_phases(other):
     def phases(name):
         lines = [line.strip() for line in (ROOT / f"{name}.py").read_text().splitlines()]
         return [re.split(r"[.,:]", line)[:2] for line in lines if re.match(r"# \d\. ", line)]
 
-    ours, theirs = phases("grpo"), phases("ppo")
+    ours, theirs = phases("grpo"), phases(other)
     assert [number for number, _ in ours] == [number for number, _ in theirs]
     assert [number for number, _ in ours] == [f"# {i}" for i in range(1, 7)]
     assert [name.split()[0] for _, name in ours] == [name.split()[0] for _, name in theirs]

@@ -1,6 +1,7 @@
 """An update that runs out of memory is the same one in smaller rows, or a line with the flags."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +43,16 @@ def test_a_row_is_cut_at_the_end_of_the_sequence_nearest_to_its_middle():
                 assert found.equal(sequences[i][name])
         assert part.position_ids.equal(torch.cat([torch.arange(sum(LENGTHS[i])) for i in members]))
     (alone,) = pack(sequences[:1], 100)
+    assert memory.halves(alone) == [alone]
+
+
+def test_a_pair_stays_in_one_row():
+    """Two sequences of one source: the cut is behind them, though their border is the middle."""
+    (row,) = pack(random_sequences([(2, 8), (2, 7), (1, 2)]), 100)
+    row = replace(row, source=(0, 0, 1))
+    assert [part.source for part in memory.halves(row)] == [(0, 0), (1,)]
+    assert [len(part.tokens) for part in memory.halves(row)] == [19, 3]
+    alone = replace(row, source=(0, 0, 0))
     assert memory.halves(alone) == [alone]
 
 

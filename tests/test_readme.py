@@ -15,15 +15,17 @@ import pytest
 
 import grpo
 import hub
+import hybrid
 import ppo
 import rewards
 import run
 from docs import loop
-from examples import addition
+from examples import addition, mixture
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
 ENTRIES = {"grpo.py": (grpo, addition.SETTINGS), "ppo.py": (ppo, addition.PPO_SETTINGS)}
+ENTRIES["hybrid.py"] = hybrid, mixture.SETTINGS
 ENTRIES["tools/evaluate.py"] = ENTRIES["grpo.py"]  # whose flags it takes
 README = (ROOT / "README.md").read_text()
 every_document = pytest.mark.parametrize("document", DOCUMENTS)

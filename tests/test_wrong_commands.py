@@ -16,11 +16,13 @@ from test_grpo import SMALL, run_command
 from wrong_commands import settings_of, wrong_commands, wrong_files
 
 import grpo
+import hybrid
 import ppo
-from examples import addition
+from examples import addition, mixture
 from run import command_line
 
 ENTRIES = {"grpo": (grpo, addition.SETTINGS), "ppo": (ppo, addition.PPO_SETTINGS)}
+ENTRIES["hybrid"] = hybrid, mixture.SETTINGS
 
 
 @pytest.fixture
@@ -38,7 +40,8 @@ def refusal(words, entry, monkeypatch, capfd):
     began = time.monotonic()
     try:
         args = command_line(module.Args(), built_in, "")
-        module.prepare(addition.with_paths(args))
+        made = mixture if entry == "hybrid" else addition
+        module.prepare(made.with_paths(args))
     except SystemExit as stop:
         assert stop.code == 2
         told = capfd.readouterr().err
@@ -54,14 +57,24 @@ def refusal(words, entry, monkeypatch, capfd):
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_wrong_command_line_for_each_flag_is_refused_by_it(
-    entry, group, tiny, files, monkeypatch, capfd
+    entry, group, tiny, files, tmp_path, monkeypatch, capfd
 ):
-    """Every flag that can be wrong; of ppo.py its own, and a third of those that grpo.py has."""
+    """Every flag that can be wrong; of ppo.py its own, and a third of those that grpo.py has; of
+    hybrid.py its own.
+    """
     own = ["--data", str(files / "16.jsonl"), *SMALL, tiny]
     failed = []
     commands = wrong_commands(ENTRIES[entry][0].Args(), seed=0)
     shared = {flag for _, flag, _ in settings_of(grpo.Args())}
-    if entry == "ppo":
+    if entry == "hybrid":
+        row = {"prompt": "1+", "response": "2", "chosen": "2", "rejected": "3"}
+        (tmp_path / "given").write_text(json.dumps(row))
+        given = str(tmp_path / "given")
+        own += ["--sft.data", given, "--dpo.data", given, "--sft.max-tokens", "9"]
+        own += ["--dpo.max-tokens", "9"]
+        commands = [each for each in commands if each[1] not in shared]
+        assert len(commands) > 8
+    elif entry == "ppo":
         own_or_third = [i % 3 == 0 or flag not in shared for i, (_, flag) in enumerate(commands)]
         commands = list(itertools.compress(commands, own_or_third))
     else:
