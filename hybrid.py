@@ -63,7 +63,6 @@ from supervised import DpoConfig, SftConfig
 KINDS = ("sft", "dpo", "rl")
 # What a rank without a sequence of a kind puts in its rows.
 EMPTY = {"sft": packing.empty_sequence(), "dpo": PAIR, "rl": grpo.EMPTY}
-COLD = 1e-4  # a temperature at which only the likeliest token has a probability
 
 
 @dataclass(frozen=True)
@@ -331,8 +330,9 @@ def gradients(args: Args, policy, rows: list[PackedRow], totals: dict, meter) ->
         policy.set_requires_gradient_sync(is_last or args.model.reduce_every_row)
         kind = kind_of(row)
         temperature = args.rollout.temperature if kind == "rl" else 1.0
-        current, entropy = logprobs.token_logprobs(policy, row, temperature=temperature)
-        loss, stats, weight = row_loss(args, kind, current, entropy, row, totals[kind])
+        options = {"temperature": temperature, "likeliest": kind == "sft"}
+        current, second = logprobs.token_logprobs(policy, row, **options)
+        loss, stats, weight = row_loss(args, kind, current, second, row, totals[kind])
         (totals[kind]["weight"] * loss).backward()
         meter.add_pass(policy, row)
         meter.update(stats, weight)
@@ -349,12 +349,13 @@ def kind_of(row: PackedRow) -> str:
 
 
 def row_loss(
-    args: Args, kind: str, current: Tensor, entropy: Tensor, row: PackedRow, totals: dict
+    args: Args, kind: str, current: Tensor, second: Tensor, row: PackedRow, totals: dict
 ) -> tuple[Tensor, dict[str, Tensor], int]:
-    """(this row's part of its kind's loss, statistics, their weight in a mean)."""
+    """(this row's part of the loss, statistics, their weight); second: entropies, or likeliest."""
     mask = row.fields["response_mask"]
     if kind == "sft":
-        loss, stats = supervised.cross_entropy(current, mask, float(max(1, totals["tokens"])))
+        known = current, second, mask, float(max(1, totals["tokens"]))
+        loss, stats = supervised.cross_entropy(*known)
         return loss, stats, row.num_response_tokens
     if kind == "dpo":
         ref = row.fields.get("ref_logprobs")
@@ -362,7 +363,7 @@ def row_loss(
         loss, stats = supervised.preference_loss(current, ref, *known)
         return loss, stats, len(row.source) // 2
     limit = args.rollout.max_response_tokens
-    loss, stats = losses.actor_loss(current, entropy, row, totals, args.loss, limit)
+    loss, stats = losses.actor_loss(current, second, row, totals, args.loss, limit)
     return loss, stats, row.num_response_tokens
 
 
@@ -372,9 +373,8 @@ def evaluate_given(args: Args, policy, reference, held_out: dict, offloader, met
     base = policy if reference is None else reference
     with meter.timer("eval"), offloader.present(reference):
         for row in rows_of(args, held_out["sft"], policy.device):
-            current, _ = logprobs.token_logprobs(policy, row)
-            cold, _ = logprobs.token_logprobs(policy, row, temperature=COLD)
-            found = supervised.text_statistics(current, cold, row.fields["response_mask"])
+            current, likeliest = logprobs.token_logprobs(policy, row, likeliest=True)
+            found = supervised.text_statistics(current, likeliest, row.fields["response_mask"])
             meter.update(found, row.num_response_tokens, prefix="eval/")
         for row in rows_of(args, held_out["dpo"], policy.device):
             own, _ = logprobs.token_logprobs(policy, row)

@@ -52,7 +52,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 
 def token_logprobs(
-    model: nn.Module, row, *, temperature: float = 1.0, chunk: int = 512
+    model: nn.Module, row, *, temperature: float = 1.0, chunk: int = 512, likeliest: bool = False
 ) -> tuple[Tensor, Tensor]:
     """log pi(tokens[i] | tokens[<i]) and that distribution's entropy at response tokens, 0
     elsewhere: [N], [N] fp32.
@@ -62,8 +62,9 @@ def token_logprobs(
     fields["response_mask"] [N], cu_seqlens [S+1], max_seqlen, num_response_tokens and prefix
     (packing.PackedRow). chunk: tokens whose logits exist at one time. Both carry grad. Without
     response tokens they are zeros connected to every parameter: FSDP's backward runs on all ranks.
+    likeliest: in the entropy's place 1 for tokens than which none is likelier, without gradient.
     """
-    return _run(model, _response_logprobs, row, temperature, chunk)
+    return _run(model, _response_logprobs, row, temperature, chunk, likeliest)
 
 
 def token_values(critic: nn.Module, row) -> Tensor:
@@ -97,9 +98,8 @@ def _run(model: nn.Module, method, row, *options):
 def model_scores(model: nn.Module, rows: Sequence) -> list[float]:
     """Scores of packed sequences by a decoder with one label, in the order they were packed from.
 
-    rows: of packing.pack_alike, as many on all ranks. A score is read at the last token of a
-    sequence. ValueError for several labels or attention other than attention.py's and Transformers'
-    causal sdpa and flash; RuntimeError for NaN or Inf.
+    rows: of packing.pack_alike, as many on all ranks. A score is read at a sequence's last token.
+    ValueError for several labels or attention that leaks; RuntimeError for NaN or Inf.
     """
     config = model.config
     attends = config._attn_implementation
@@ -156,11 +156,13 @@ def warm_up(
     for model in filter(None, models):
         if model.device.type == "cpu" and not _is_compiled(model):
             continue
+        scores = hasattr(model, "score")
         learns = any(parameter.requires_grad for parameter in model.parameters())
         with present(model):
             for row, grad in itertools.product(rows, kinds if learns else [False]):
                 with torch.set_grad_enabled(grad):
-                    found = _logprobs_or_values(model, row.to(model.device))
+                    row = row.to(model.device)
+                    found = token_values(model, row) if scores else token_logprobs(model, row)[0]
                 if grad:
                     found.sum().backward()
             model.zero_grad(set_to_none=True)
@@ -168,10 +170,6 @@ def warm_up(
 
 def _is_compiled(model: nn.Module) -> bool:
     return any(module._compiled_call_impl is not None for module in model.modules())
-
-
-def _logprobs_or_values(model: nn.Module, row) -> Tensor:
-    return token_values(model, row) if hasattr(model, "score") else token_logprobs(model, row)[0]
 
 
 def _with_field(rows: list[list], name: str, compute: Callable) -> list[list]:
@@ -189,15 +187,13 @@ def response_positions(response_mask: Tensor, num_response_tokens: int) -> Tenso
 
 
 def _response_logprobs(
-    self: nn.Module, row, positions: Tensor, temperature: float, chunk: int
+    self: nn.Module, row, positions: Tensor, temperature: float, chunk: int, likeliest: bool
 ) -> tuple[Tensor, Tensor]:
     states = _states_before(self, row, positions)
     head = plain_head(self)
     softcap = getattr(self.config, "final_logit_softcapping", None)
-    fused = _is_compiled(self)
-    found = head_logprobs(
-        states, head.weight, head.bias, row.tokens[positions], temperature, softcap, chunk, fused
-    )
+    known = states, head.weight, head.bias, row.tokens[positions], temperature, softcap, chunk
+    found = head_logprobs(*known, fused=_is_compiled(self), likeliest=likeliest)
     return tuple(_placed(values, positions, row) for values in found)
 
 
@@ -236,8 +232,7 @@ def _states_before(model: nn.Module, row, positions: Tensor) -> Tensor:
         **_spans(row),
     ).last_hidden_state[0]  # [N, D]
     before = row.prefix.previous[positions] if row.prefix else positions - 1
-    # Not hidden[before]: a prompt's last state may be there several times, and on a CPU the sums
-    # of that backward have another order each time.
+    # Not hidden[before], whose backward adds up a prompt's states in another order each time.
     return hidden.index_select(0, before.clamp(min=0))
 
 
@@ -246,9 +241,8 @@ def _spans(row) -> dict[str, Tensor | int]:
     spans = {"cu_seq_lens_q": row.cu_seqlens, "max_length_q": row.max_seqlen}
     if row.prefix is None:
         return spans | {"cu_seq_lens_k": row.cu_seqlens, "max_length_k": row.max_seqlen}
-    seen = row.prefix
-    spans |= {"cu_seq_lens_k": seen.cu_seqlens_k, "max_length_k": seen.max_seqlen_k}
-    return spans | {"key_index": seen.keys}
+    spans |= {"cu_seq_lens_k": row.prefix.cu_seqlens_k, "max_length_k": row.prefix.max_seqlen_k}
+    return spans | {"key_index": row.prefix.keys}
 
 
 def head_logprobs(
@@ -260,19 +254,22 @@ def head_logprobs(
     softcap: float | None = None,
     chunk: int = 512,
     fused: bool = False,
+    likeliest: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(z)[target] and entropy of softmax(z), z = softcap(hidden weight^T + bias) /
     temperature: [R], [R].
 
     hidden [R, D], weight [V, D], bias [V] or None, targets [R]. softcap c maps z to c tanh(z / c)
-    (Gemma 2); None: off. fused: the work on a chunk's logits is compiled.
+    (Gemma 2); None: off. fused: the work on a chunk's logits is compiled. likeliest: in place of
+    the entropy, as in token_logprobs.
     """
-    return _HeadLogprobs.apply(hidden, weight, bias, targets, temperature, softcap, chunk, fused)
+    options = temperature, softcap, chunk, fused, likeliest
+    return _HeadLogprobs.apply(hidden, weight, bias, targets, *options)
 
 
 class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, softcap, chunk, fused):
+    def forward(ctx, hidden, weight, bias, targets, temperature, softcap, chunk, fused, likeliest):
         chunk_values = _compiled(_chunk_values) if fused else _chunk_values
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
@@ -280,7 +277,8 @@ class _HeadLogprobs(torch.autograd.Function):
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
             head = hidden[part], weight, bias, temperature, softcap
-            logprobs[part], entropy[part], lse[part] = chunk_values(*head, targets[part])
+            found = chunk_values(*head, targets[part], likeliest)
+            logprobs[part], entropy[part], lse[part] = found
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, lse)
         ctx.options = temperature, softcap, chunk, fused
         ctx.set_materialize_grads(fused)  # zeros cost nothing there, other code would
@@ -308,7 +306,7 @@ class _HeadLogprobs(torch.autograd.Function):
             if grad_weight is not None:
                 _add_product(grad_weight, dz, hidden[part])
             del dz  # else it lives on while the next chunk's logits are made
-        return grad_hidden, grad_weight, grad_bias, *[None] * 5
+        return grad_hidden, grad_weight, grad_bias, *[None] * 6
 
 
 @functools.cache
@@ -339,14 +337,16 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a.t() @ b
 
 
-def _chunk_values(hidden: Tensor, weight, bias, temperature, softcap, targets: Tensor):
-    """logprobs [C], entropies [C] and logsumexp of the logits [C]; a function of its own so that
-    its matrices are gone before the next chunk's.
+def _chunk_values(hidden: Tensor, weight, bias, temperature, softcap, targets, likeliest: bool):
+    """logprobs [C], entropies [C] (or which are likeliest) and logsumexp of the logits [C]; a
+    function of its own so that its matrices are gone before the next chunk's.
     """
     z, _ = _logits(hidden, weight, bias, temperature, softcap)
     lse = z.logsumexp(-1, keepdim=True)
     log_p = _log_softmax_(z, lse)
     logprobs = log_p.gather(-1, targets[:, None]).squeeze(-1)
+    if likeliest:
+        return logprobs, (logprobs >= log_p.amax(-1)).float(), lse.squeeze(-1)
     return logprobs, log_p.exp().mul_(log_p).sum(-1).neg_(), lse.squeeze(-1)
 
 

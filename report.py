@@ -41,7 +41,8 @@ that nothing could be measured, or NaN.
     critic/vf_loss                squared error of the values, halved
     critic/vf_clipfrac            share of values that left the clip band
     critic/vf_explained_var       1 - Var(returns - values) / Var(returns), before the update
-    sft/loss                      of demonstrations, nats per trained token; sft/perplexity: its exp
+    sft/loss, sft/perplexity      of demonstrations, nats per trained token; its exp
+    sft/token_accuracy            share of trained tokens than which none was likelier
     dpo/loss, dpo/margin          of pairs; reward of the chosen text less that of the rejected one
     dpo/accuracy                  share of pairs whose margin is above 0
     dpo/chosen_logprob            log-probability of the chosen texts; dpo/rejected_logprob
@@ -52,9 +53,8 @@ that nothing could be measured, or NaN.
     eval/reward                   greedy reward on the evaluation prompts; eval/SOURCE/reward by set
     eval/mean@k, eval/pass@k      mean and best reward of k samples
     eval/error_frac               as reward/error_frac, in the evaluation; also timeout_frac
-    eval/sft_loss                 on held-out demonstrations; eval/sft_token_accuracy: greedy
-    eval/dpo_accuracy             as dpo/accuracy, on held-out pairs; eval/dpo_preferred: share of
-                                  pairs whose chosen text is the likelier, without a reference
+    eval/sft_loss                 on held-out demonstrations; eval/sft_token_accuracy
+    eval/dpo_accuracy             on held-out pairs; dpo_preferred: chosen is likelier than rejected
     timing_s/step                 wall time of the step
     timing_s/reshard              weight sync, and waking the KV cache
     timing_s/rollout, eval        sampling; evaluation

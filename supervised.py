@@ -44,7 +44,6 @@ Copied. A padded batch [B, T] is a row when flattened: cu_seqlens are the multip
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -147,15 +146,19 @@ def check_weights(weights: Sequence[float]) -> None:
 
 
 def cross_entropy(
-    logprobs: Tensor, response_mask: Tensor, normalizer: float
+    logprobs: Tensor, likeliest: Tensor, response_mask: Tensor, normalizer: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-(sum of logprobs over trained tokens) / normalizer, and statistics.
 
-    logprobs [N] with grad, response_mask [N] bool: the trained tokens. normalizer: their number
-    over all rows and ranks of the minibatch. Statistics: loss, the mean over this row's.
+    logprobs [N] with grad; likeliest [N]: 1 for a token than which none is likelier; response_mask
+    [N] bool: the trained tokens. normalizer: their number over all rows and ranks of the minibatch.
+    Statistics, means over this row's trained tokens: loss; token_accuracy, the share of likeliest.
     """
     loss = -torch.where(response_mask, logprobs, 0.0).sum()
-    return loss / normalizer, {"sft/loss": loss.detach() / response_mask.sum().clamp(min=1)}
+    count = response_mask.sum().clamp(min=1)
+    hits = torch.where(response_mask, likeliest, 0.0).sum()
+    stats = {"sft/loss": loss.detach() / count, "sft/token_accuracy": hits / count}
+    return loss / normalizer, stats
 
 
 def preference_loss(
@@ -201,17 +204,13 @@ def preference_loss(
 
 
 def text_statistics(
-    logprobs: Tensor, cold_logprobs: Tensor, response_mask: Tensor
+    logprobs: Tensor, likeliest: Tensor, response_mask: Tensor
 ) -> dict[str, Tensor]:
     """Of held-out demonstrations: sft_loss, and the share of trained tokens that are the likeliest.
-
-    logprobs [N]; cold_logprobs [N] at a temperature near 0, where the likeliest token has all of
-    the probability; response_mask [N] bool.
+    Arguments as in cross_entropy.
     """
-    _, stats = cross_entropy(logprobs, response_mask, 1.0)
-    hits = ((cold_logprobs > math.log(0.5)) & response_mask).sum()
-    share = hits / response_mask.sum().clamp(min=1)
-    return {"sft_loss": stats["sft/loss"], "sft_token_accuracy": share}
+    _, stats = cross_entropy(logprobs, likeliest, response_mask, 1.0)
+    return {f"sft_{name.removeprefix('sft/')}": value for name, value in stats.items()}
 
 
 def pair_statistics(

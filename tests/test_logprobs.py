@@ -176,6 +176,24 @@ def from_logits(*logits, temperature=1.0):
     return logprobs.item(), entropy.item(), bias.grad
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_likeliest_tokens_are_those_of_the_largest_logit(fused):
+    torch.manual_seed(0)
+    hidden = torch.randn(40, 8)
+    weight = torch.randn(11, 8, requires_grad=True)
+    best = (hidden @ weight.t()).argmax(-1)
+    targets = torch.where(torch.arange(40) % 3 == 0, best, (best + 1) % 11)
+    options = {"chunk": 16, "fused": fused}
+    logprobs, likeliest = head_logprobs(hidden, weight, None, targets, likeliest=True, **options)
+    assert likeliest.tolist() == [float(i % 3 == 0) for i in range(40)]
+    logprobs.sum().backward()
+    found, weight.grad = weight.grad, None
+    plain, _ = head_logprobs(hidden, weight, None, targets, **options)
+    plain.sum().backward()
+    torch.testing.assert_close(found, weight.grad)
+    assert torch.equal(logprobs, plain)
+
+
 def test_temperature_divides_the_logits():
     """trl#4159: the sampler's log-probabilities were tempered, the trainer's not."""
     assert from_logits(1.0, 0.0, temperature=0.6)[0] == pytest.approx(-0.1730, abs=1e-4)

@@ -23,13 +23,15 @@ from supervised import (
 def test_cross_entropy_is_a_sum_over_trained_tokens_divided_once():
     logprobs = torch.tensor([torch.nan, -1.0, -2.0, -9.0], requires_grad=True)
     mask = torch.tensor([False, True, True, False])
-    loss, stats = cross_entropy(logprobs, mask, 4.0)
+    likeliest = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    loss, stats = cross_entropy(logprobs, likeliest, mask, 4.0)
     loss.backward()
     assert loss.item() == 0.75
     assert logprobs.grad.tolist() == [0.0, -0.25, -0.25, 0.0]
     assert stats["sft/loss"].item() == 1.5  # of this row's own tokens
-    nothing, stats = cross_entropy(logprobs, torch.zeros(4, dtype=torch.bool), 4.0)
-    assert (nothing.item(), stats["sft/loss"].item()) == (0.0, 0.0)
+    assert stats["sft/token_accuracy"].item() == 0.5
+    nothing, stats = cross_entropy(logprobs, likeliest, torch.zeros(4, dtype=torch.bool), 4.0)
+    assert nothing.item() == stats["sft/loss"].item() == stats["sft/token_accuracy"].item() == 0.0
 
 
 def test_loss_and_gradient_are_those_of_transformers_causal_lm():
@@ -53,8 +55,8 @@ def test_loss_and_gradient_are_those_of_transformers_causal_lm():
     assert len(rows) == 2
     total = 0.0
     for row in rows:
-        logprobs, _ = token_logprobs(model, row)
-        loss, _ = cross_entropy(logprobs, row.fields["response_mask"], 15.0)
+        logprobs, likeliest = token_logprobs(model, row, likeliest=True)
+        loss, _ = cross_entropy(logprobs, likeliest, row.fields["response_mask"], 15.0)
         loss.backward()
         total += loss.item()
     assert total == pytest.approx(theirs.item(), rel=1e-5)
