@@ -33,6 +33,7 @@ Variants are flags; the defaults are GRPO with DAPO's divisor and clip, and no K
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -148,13 +149,13 @@ class Args:
         return self.loss.kl_coef > 0
 
 
-def main(flags: Args) -> int | None:
+def main(flags: Args, with_paths: Callable = addition.with_paths) -> int | None:
     flags = check.beside(flags)  # of --check: another directory
     mesh = run.init_distributed(flags.seed, flags.timeout_s)
     meter = metrics.Metrics(hardware.Device(), hardware.process_age())
     meter.add_time("import")  # seconds since the process began, then from one to the next
     with run.one_line_errors():
-        args = addition.with_paths(flags)  # the same settings, with paths in place of "built-in"
+        args = with_paths(flags)  # the same settings, with paths in place of "built-in"
         path, tokenizer, stream, eval_prompts, scorer = prepare(args)
         flags.run.check(flags, path)
         meter.add_time("data")

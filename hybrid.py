@@ -68,8 +68,7 @@ EMPTY = {"sft": packing.empty_sequence(), "dpo": PAIR, "rl": grpo.EMPTY}
 @dataclass(frozen=True)
 class Args(grpo.Args):
     weights: tuple[float, ...] = (0.4, 0.4, 0.2)
-    """Weights of the three losses: sft dpo rl; or knots of four, step sft dpo rl, linear between
-    them."""
+    """Weights of the losses: sft dpo rl; or knots: step sft dpo rl, and linear between them."""
     sft: SftConfig = field(default_factory=SftConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(
@@ -79,7 +78,8 @@ class Args(grpo.Args):
     def __post_init__(self):
         super().__post_init__()
         supervised.check_weights(self.weights)
-        run.require(not self.check, "--check", self.check, "with grpo.py or ppo.py")
+        has_samples = self.uses("rl") or not self.check
+        run.require(has_samples, "--check", self.check, "with a weight for rl")
         row = self.batch.tokens_per_row
         for flag, config, least in (
             ("--sft", self.sft, self.sft.max_tokens),
@@ -121,7 +121,9 @@ class Sources(NamedTuple):
     scorer: Scorer | None
 
 
-def main(flags: Args) -> None:
+def main(flags: Args) -> int | None:
+    if flags.check:  # of what the run samples, and of its machine
+        return grpo.main(flags, mixture.with_paths)
     mesh = run.init_distributed(flags.seed, flags.timeout_s)
     meter = metrics.Metrics(hardware.Device(), hardware.process_age())
     meter.add_time("import")
@@ -298,9 +300,7 @@ def lay_out(
 def with_fixed(
     args: Args, num_done: int, policy, reference, rows: dict, offloader, meter
 ) -> list[list[PackedRow]]:
-    """The rows of each minibatch, all kinds one after the other, with the log-probabilities of the
-    policy before the update and of the reference.
-    """
+    """The rows of each minibatch, kind after kind, with old and reference log-probabilities."""
     rows = dict(rows)
     temperature = {"rl": args.rollout.temperature, "dpo": 1.0}
     if "rl" in rows:

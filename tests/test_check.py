@@ -162,10 +162,10 @@ def test_a_run_looks_at_its_data_and_at_its_first_samples(tiny, files, tmp_path,
 # In processes of their own
 
 
-def checked(out, *flags):
-    """(exit code, output, seconds) of grpo.py --check in a new interpreter."""
+def checked(out, *flags, script="grpo.py"):
+    """(exit code, output, seconds) of the script's --check in a new interpreter."""
     start = time.monotonic()
-    command = [sys.executable, ROOT / "grpo.py", "--check", "--output-dir", out, *flags]
+    command = [sys.executable, ROOT / script, "--check", "--output-dir", out, *flags]
     known = os.environ | {"OMP_NUM_THREADS": "1"}
     job = subprocess.run(command, capture_output=True, text=True, env=known, timeout=190)
     return job.returncode, job.stdout + job.stderr, time.monotonic() - start
@@ -178,6 +178,14 @@ def test_the_built_in_job_is_right(tmp_path):
     assert "WRONG" not in printed
     assert "checks, all right; " in printed
     assert seconds < 60 or os.getloadavg()[0] > 3  # others are at work
+
+
+@pytest.mark.slow
+def test_the_built_in_job_of_three_losses_is_right(tmp_path):
+    code, printed, _ = checked(tmp_path, "--rollout.engine", "hf", script="hybrid.py")
+    assert code == 0, printed
+    assert "checks, all right; " in printed
+    assert (tmp_path / "hybrid.check" / "check.json").exists()
 
 
 @pytest.mark.slow

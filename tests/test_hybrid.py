@@ -312,6 +312,10 @@ def test_a_run_of_three_on_two_ranks_is_that_on_one(tiny, files, given, tmp_path
             "--weights 0.0 0.5 0.0: must be 0 for dpo, or with --dpo.data FILE",
         ),
         (
+            dict(check=True, model_path="x", weights=(1.0, 0.0, 0.0), sft=dict(data=["a"])),
+            "--check True: must be with a weight for rl",
+        ),
+        (
             dict(dpo=dict(max_tokens=9000)),
             "--tokens-per-row 16384: must be at least 18000, for --dpo.max-tokens 9000",
         ),
