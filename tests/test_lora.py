@@ -413,7 +413,14 @@ def test_an_adapter_of_another_base_is_refused_by_name():
 # In a run
 
 
-@pytest.mark.parametrize("entry, world_size", [(grpo, 2), (ppo, 1)], ids=["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "entry, world_size",
+    [
+        pytest.param(grpo, 1, id="grpo"),
+        pytest.param(grpo, 2, id="2 ranks", marks=pytest.mark.slow),
+        pytest.param(ppo, 1, id="ppo", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_goes_on_exactly_from_adapters_alone(
     tiny, files, tmp_path, entry, world_size, monkeypatch
 ):

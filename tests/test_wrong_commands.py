@@ -23,6 +23,10 @@ from run import command_line
 
 ENTRIES = {"grpo": (grpo, addition.SETTINGS), "ppo": (ppo, addition.PPO_SETTINGS)}
 ENTRIES["hybrid"] = hybrid, mixture.SETTINGS
+# hybrid.py's settings are grpo.py's and two groups more.
+every_entry = pytest.mark.parametrize(
+    "entry", ["grpo", "ppo", pytest.param("hybrid", marks=pytest.mark.slow)]
+)
 
 
 @pytest.fixture
@@ -55,7 +59,7 @@ def refusal(words, entry, monkeypatch, capfd):
     return told
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@every_entry
 def test_a_wrong_command_line_for_each_flag_is_refused_by_it(
     entry, group, tiny, files, tmp_path, monkeypatch, capfd
 ):
@@ -87,7 +91,7 @@ def test_a_wrong_command_line_for_each_flag_is_refused_by_it(
     assert not failed, "\n".join(map(str, failed))
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@every_entry
 def test_wrong_settings_files_are_refused_by_the_flag_or_the_file(
     entry, tmp_path, monkeypatch, capfd
 ):
@@ -267,7 +271,7 @@ def test_a_wrong_value_is_refused_by_its_own_flag_alone(words, told, group, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", ENTRIES)
+@every_entry
 def test_a_refused_command_changes_no_file_of_an_earlier_run(entry, tiny, files, tmp_path):
     """A run that failed while its model loaded had renamed the good run of its name."""
     earlier = tmp_path / "x"
