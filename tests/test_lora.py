@@ -418,7 +418,7 @@ def test_an_adapter_of_another_base_is_refused_by_name():
     [
         pytest.param(grpo, 1, id="grpo"),
         pytest.param(grpo, 2, id="2 ranks", marks=pytest.mark.slow),
-        pytest.param(ppo, 1, id="ppo", marks=pytest.mark.slow),
+        pytest.param(ppo, 1, id="ppo"),
     ],
 )
 def test_a_run_goes_on_exactly_from_adapters_alone(
