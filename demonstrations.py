@@ -165,14 +165,25 @@ def _load(
     whole = [[next(flat) for _ in own] for own in parts]
     made = [[{k: x[:max_tokens] for k, x in each.items()} for each in own] for own in whole]
     kept = [own for own in made if all(each["response_mask"].any() for each in own)]
+    differ = [own for own in kept if len(own) == 1 or _differ(*own)]
     num_long = sum(1 for own in whole if max(len(x["tokens"]) for x in own) > max_tokens)
     rule = f"exceed {flag.split('.')[0]}.max-tokens {max_tokens}"
     if not kept:
         raise ValueError(f"{flag} {source}: all {len(whole)} rows {rule} before what is trained")
-    if num_long and os.environ.get("RANK", "0") == "0":
-        what = f"{num_long} of {len(whole)} {rule}: cut, and {len(whole) - len(kept)} dropped"
-        print(f"data: {source}: {what}", flush=True)
-    return kept
+    if not differ:
+        raise ValueError(f"{flag} {source}: chosen and rejected are the same in all rows")
+    if os.environ.get("RANK", "0") == "0":
+        if num_long:
+            what = f"{num_long} of {len(whole)} {rule}: cut, and {len(whole) - len(kept)} dropped"
+            print(f"data: {source}: {what}", flush=True)
+        if len(differ) < len(kept):
+            alike = f"{len(kept) - len(differ)} of {len(whole)} dropped"
+            print(f"data: {source}: {alike}: chosen and rejected are the same", flush=True)
+    return differ
+
+
+def _differ(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> bool:
+    return not torch.equal(chosen["tokens"], rejected["tokens"])
 
 
 def _demonstration(row: dict) -> list[Chat]:
@@ -180,14 +191,14 @@ def _demonstration(row: dict) -> list[Chat]:
         return [Chat(_messages("messages", row["messages"], "user"), 0)]
     name = next((name for name in RESPONSES if row.get(name)), "")
     if not name:
-        raise ValueError(f"has columns {sorted(row)}; needs messages, or prompt and response")
+        raise ValueError(f"{_has(row)}; needs messages, or prompt and response")
     prompt = _prompt(row)
     return [Chat(prompt + _messages(name, row[name], "assistant"), len(prompt))]
 
 
 def _pair(row: dict) -> list[Chat]:
     if not (row.get("chosen") and row.get("rejected")):
-        raise ValueError(f"has columns {sorted(row)}; needs prompt, chosen and rejected")
+        raise ValueError(f"{_has(row)}; needs prompt, chosen and rejected")
     names = ("chosen", "rejected")
     chosen, rejected = (_messages(name, row[name], "assistant") for name in names)
     if chosen[0]["role"] == "assistant":
@@ -203,10 +214,15 @@ def _pair(row: dict) -> list[Chat]:
     return [Chat(chosen, num_shared), Chat(rejected, num_shared)]
 
 
+def _has(row: dict) -> str:
+    empty = [name for name in sorted(row) if not row[name]]
+    return f"has columns {sorted(row)}" + (f", of which {empty} are empty" if empty else "")
+
+
 def _prompt(row: dict) -> list[dict]:
     name = next((name for name in ("prompt", "question") if row.get(name)), "")
     if not name:
-        raise ValueError(f"has columns {sorted(row)}; needs a prompt, and not an empty one")
+        raise ValueError(f"{_has(row)}; needs a prompt")
     return _messages(name, row[name], "user")
 
 

@@ -32,7 +32,6 @@ import checkpoint
 import curves
 import data
 import demonstrations
-import exchange
 import grpo
 import hardware
 import hub
@@ -45,6 +44,7 @@ import model
 import offload
 import optim
 import packing
+import phases
 import plan
 import prefix
 import report
@@ -61,7 +61,7 @@ from run import RunConfig
 from supervised import DpoConfig, SftConfig
 
 KINDS = ("sft", "dpo", "rl")
-# What a rank without a sequence of a kind puts in its rows.
+MARKS = {"segment": "dpo", "advantages": "rl"}  # fields that only rows of a kind have
 EMPTY = {"sft": packing.empty_sequence(), "dpo": PAIR, "rl": grpo.EMPTY}
 
 
@@ -122,8 +122,8 @@ class Sources(NamedTuple):
 
 
 def main(flags: Args) -> int | None:
-    if flags.check:  # of what the run samples, and of its machine
-        return grpo.main(flags, mixture.with_paths)
+    if flags.check:  # of what the run samples, and of its machine; what is given is read
+        return grpo.main(flags, checked_paths)
     mesh = run.init_distributed(flags.seed, flags.timeout_s)
     meter = metrics.Metrics(hardware.Device(), hardware.process_age())
     meter.add_time("import")
@@ -238,10 +238,26 @@ def prepare(args: Args) -> tuple[str, Any, Sources]:
         frozen = int(args.needs_reference or args.lora.rank > 0)
         size = hub.memory_plan(path, args.model.master_dtype, frozen, args.lora.rank)
         print(f"   model  {path}: {size}")
-    for kind, load in (
-        ("sft", demonstrations.load_demonstrations),
-        ("dpo", demonstrations.load_pairs),
-    ):
+    load_given(args, tokenizer, sources)
+    has_evals = any(sources.held_out.values()) or not args.eval_every
+    rule = "0, or with --sft.eval-data FILE or --dpo.eval-data FILE"
+    run.require(has_evals, "--eval-every", args.eval_every, rule)
+    return path, tokenizer, sources
+
+
+def checked_paths(flags: Args) -> Args:
+    """mixture.with_paths, once demonstrations and pairs have been read."""
+    args = mixture.with_paths(flags)
+    path = hub.find_model(args.model_path, args.longest)
+    tokenizer = hub.load_tokenizer(path, f"--model {args.model_path}")
+    load_given(args, tokenizer, Sources({}, {}, None))
+    return args
+
+
+def load_given(args: Args, tokenizer, sources: Sources) -> None:
+    """Adds demonstrations and pairs to the sources."""
+    loaders = {"sft": demonstrations.load_demonstrations, "dpo": demonstrations.load_pairs}
+    for kind, load in loaders.items():
         config = getattr(args, kind)
         known = tokenizer, args.data, config.max_tokens
         given = config.data if args.uses(kind) else ()
@@ -254,10 +270,6 @@ def prepare(args: Args) -> tuple[str, Any, Sources]:
         if dist.get_rank() == 0:
             num_evals = len(sources.held_out[kind])
             print(f"{kind:>8}  {sum(map(len, sets))} to learn from, {num_evals} to evaluate")
-    has_evals = any(sources.held_out.values()) or not args.eval_every
-    rule = "0, or with --sft.eval-data FILE or --dpo.eval-data FILE"
-    run.require(has_evals, "--eval-every", args.eval_every, rule)
-    return path, tokenizer, sources
 
 
 def take(args: Args, kind: str, stream, meter) -> tuple[list[dict[str, Tensor]], list[int]]:
@@ -280,13 +292,8 @@ def lay_out(
     for kind in KINDS:
         if kind not in batches:
             continue
-        made, counts = packing.lay_out(
-            *batches[kind],
-            args.batch,
-            exchange=exchange.exchange,
-            like=EMPTY[kind],
-            share=prefix.share if kind == "rl" else None,
-        )
+        share = prefix.share if kind == "rl" else None
+        made, counts = phases.lay_out(args, *batches[kind], EMPTY[kind], share)
         if kind == "dpo":
             made = [list(map(demonstrations.split_pairs, minibatch)) for minibatch in made]
         meter.add_layout(made, args.batch.tokens_per_row)
@@ -328,7 +335,7 @@ def gradients(args: Args, policy, rows: list[PackedRow], totals: dict, meter) ->
         # Gradients are reduced over ranks once, after the last row. Until then they add up here.
         is_last = i == len(rows) - 1
         policy.set_requires_gradient_sync(is_last or args.model.reduce_every_row)
-        kind = kind_of(row)
+        kind = next((kind for name, kind in MARKS.items() if name in row.fields), "sft")
         temperature = args.rollout.temperature if kind == "rl" else 1.0
         options = {"temperature": temperature, "likeliest": kind == "sft"}
         current, second = logprobs.token_logprobs(policy, row, **options)
@@ -339,13 +346,6 @@ def gradients(args: Args, policy, rows: list[PackedRow], totals: dict, meter) ->
         if kind == "rl":
             kl += stats["actor/ppo_kl"] * weight / max(1, totals[kind]["tokens"])
     return kl
-
-
-def kind_of(row: PackedRow) -> str:
-    """Which of the three kinds a row is of, by the fields that only that kind has."""
-    if "segment" in row.fields:
-        return "dpo"
-    return "rl" if "advantages" in row.fields else "sft"
 
 
 def row_loss(

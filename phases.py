@@ -9,7 +9,7 @@ each function stands in a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -88,7 +88,11 @@ def sync(args: Any, policy: nn.Module, engine: rollout.Engine, meter) -> None:
 
 
 def lay_out(
-    args: Any, sequences: list, minibatch_of: list[int], like: dict
+    args: Any,
+    sequences: list,
+    minibatch_of: list[int],
+    like: dict,
+    share: Callable | None = prefix.share,
 ) -> tuple[list[list[PackedRow]], list[dict]]:
     """(rows, totals) of each minibatch, balanced over ranks. Collective; as packing.lay_out."""
     return packing.lay_out(
@@ -97,7 +101,7 @@ def lay_out(
         args.batch,
         exchange=exchange.exchange,
         like=like,
-        share=prefix.share,
+        share=share,
     )
 
 

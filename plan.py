@@ -55,7 +55,8 @@ def check(args: Any) -> None:
     least = longest(args)
     rule = f"at least {least}, --data.max-prompt-tokens + --rollout.max-response-tokens"
     row = args.batch.tokens_per_row
-    require(row >= least, "--tokens-per-row", row, rule)
+    samples = not hasattr(args, "uses") or args.uses("rl")  # hybrid.py may do without
+    require(row >= least or not samples, "--tokens-per-row", row, rule)
     passes = args.batch.num_minibatches * args.batch.num_epochs * getattr(args, "rollout_every", 1)
     rule = "0 with one minibatch and one epoch: no later step could be left out"
     require(args.loss.target_kl == 0 or passes > 1, "--loss.target-kl", args.loss.target_kl, rule)

@@ -141,6 +141,8 @@ def check_weights(weights: Sequence[float]) -> None:
     values = [x for i, x in enumerate(weights) if not steps or i % 4]
     if not all(0 <= x < 1e18 for x in weights) or sum(values) == 0:
         raise ValueError(f"{flag}: must be at least 0 each, and one above 0")
+    if steps and not all(map(sum, zip(*[iter(values)] * 3, strict=True))):
+        raise ValueError(f"{flag}: each knot must have a weight above 0")
     if any(b <= a for a, b in itertools.pairwise(steps)):
         raise ValueError(f"{flag}: the steps of the knots must ascend")
 

@@ -153,17 +153,29 @@ def test_what_is_too_long_is_cut_and_a_pair_is_dropped_as_a_whole(capsys):
         made(rows[1:], tokenizer, max_tokens=6, load=load_pairs)
 
 
+def test_pairs_of_equal_texts_are_dropped_and_counted_and_refused_if_all_are(capsys):
+    tokenizer = byte_tokenizer(QWEN)
+    good = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    alike = {"prompt": "a", "chosen": "b", "rejected": "b"}
+    assert len(made([good, alike, good], tokenizer, load=load_pairs)) == 2
+    said = "data: x: 1 of 3 dropped: chosen and rejected are the same"
+    assert said in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--dpo.data x: chosen and rejected are the same in all"):
+        made([alike], tokenizer, load=load_pairs)
+
+
 @pytest.mark.parametrize(
     ("row", "load", "refusal"),
     [
+        ({"prompt": "a", "response": ""}, load_demonstrations, "of which ['response'] are empty"),
         ({"text": "a"}, load_demonstrations, "has columns ['text']; needs messages, or prompt"),
-        ({"response": "a"}, load_demonstrations, "needs a prompt, and not an empty one"),
+        ({"response": "a"}, load_demonstrations, "; needs a prompt"),
         ({"messages": TALK[:1]}, load_demonstrations, "no turn of the assistant to train on"),
         ({"messages": [{"role": "user"}]}, load_demonstrations, "needs a role, and content as"),
         ({"prompt": "\ud800", "response": "a"}, load_demonstrations, "'utf-8' codec can't encode"),
         ({"messages": [1]}, load_demonstrations, "`messages` is [1]; must be text or chat"),
         ({"prompt": "a", "chosen": "b"}, load_pairs, "needs prompt, chosen and rejected"),
-        ({"chosen": "b", "rejected": "c"}, load_pairs, "needs a prompt, and not an empty one"),
+        ({"chosen": "b", "rejected": "c"}, load_pairs, "; needs a prompt"),
         ({"chosen": TALK, "rejected": TALK[2:]}, load_pairs, "share no first message"),
     ],
     ids=lambda value: ascii(value),

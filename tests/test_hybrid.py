@@ -4,6 +4,7 @@ one of weight 0 costs nothing.
 
 import functools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -330,6 +331,21 @@ def test_settings_that_do_not_fit_together_are_refused(changes, refusal):
     with pytest.raises(ValueError) as raised:
         from_json(hybrid.Args(), changes)
     assert refusal in str(raised.value)
+
+
+def test_rows_need_not_hold_responses_where_none_is_sampled():
+    only = {"model_path": "x", "weights": (1.0, 0.0, 0.0), "batch": {"tokens_per_row": 512}}
+    given = {"data": ["a"], "max_tokens": 128}
+    assert from_json(hybrid.Args(), only | {"sft": given}).longest == 128
+    with pytest.raises(ValueError, match="--tokens-per-row 512: must be at least 1536"):
+        from_json(hybrid.Args(), only | {"sft": given, "weights": (1.0, 0.0, 0.1)})
+
+
+def test_a_check_reads_what_is_given(tiny, files, given, tmp_path):
+    args = job(tiny, files, given, tmp_path, (0.5, 0.0, 0.5), check=True)
+    args = replace(args, sft=replace(args.sft, data=("/nowhere",)))
+    with pytest.raises(SystemExit, match="error: --sft.data /nowhere: no such file"):
+        train(args, **SCORER)
 
 
 def test_the_built_in_data_are_held_out_and_say_what_they_teach():

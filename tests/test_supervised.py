@@ -192,6 +192,7 @@ def test_weights_are_constant_or_linear_between_knots():
         ((1.0, 0.0), "--weights 1.0 0.0: must be three numbers"),
         ((0.0, 0.0, 0.0), "must be at least 0 each, and one above 0"),
         ((5.0, 0.0, 0.0, 0.0), "must be at least 0 each, and one above 0"),
+        ((0.0, 1.0, 0.0, 0.0, 9.0, 0.0, 0.0, 0.0), "each knot must have a weight above 0"),
         ((-1.0, 1.0, 1.0), "must be at least 0 each, and one above 0"),
         ((float("nan"), 1.0, 1.0), "must be at least 0 each, and one above 0"),
         ((5, 1, 0, 0, 5, 0, 1, 0), "the steps of the knots must ascend"),
