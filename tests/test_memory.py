@@ -154,4 +154,5 @@ def test_a_run_with_too_long_rows_goes_on_as_with_shorter_ones(tiny, files, tmp_
     assert "warning: out of memory in the update with a row of" in capfd.readouterr().out
     plain = train(settings(tiny, files, tmp_path / "plain", entry, batch=dict(num_epochs=2)))
     for key, x in weights(plain).items():
-        torch.testing.assert_close(weights(run)[key], x, rtol=1e-3, atol=1e-4)
+        if not key.endswith("k_proj.bias"):  # its gradient is 0 but for rounding, which Adam scales
+            torch.testing.assert_close(weights(run)[key], x, rtol=1e-4, atol=1e-5)
