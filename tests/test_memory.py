@@ -155,4 +155,4 @@ def test_a_run_with_too_long_rows_goes_on_as_with_shorter_ones(tiny, files, tmp_
     plain = train(settings(tiny, files, tmp_path / "plain", entry, batch=dict(num_epochs=2)))
     for key, x in weights(plain).items():
         if not key.endswith("k_proj.bias"):  # its gradient is 0 but for rounding, which Adam scales
-            torch.testing.assert_close(weights(run)[key], x, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(weights(run)[key], x, rtol=1e-3, atol=1e-4)
