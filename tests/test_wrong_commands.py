@@ -280,7 +280,9 @@ def test_a_refused_command_changes_no_file_of_an_earlier_run(entry, tiny, files,
     (earlier / "metrics.jsonl").write_text("{}\n")
     (tmp_path / "empty").mkdir()
     before = {path: path.stat().st_mtime_ns for path in earlier.rglob("*")}
-    prompts = "--data", str(files / "16.jsonl")
+    prompts = ["--data", str(files / "16.jsonl")]
+    if entry == "hybrid":
+        prompts += ["--weights", "0", "0", "1"]
     for words, name in (
         ([*prompts, *SMALL, str(tmp_path / "empty")], "--model"),
         ([*prompts, *SMALL, tiny, "--resume"], "--resume"),
