@@ -190,7 +190,7 @@ def main(flags: Args) -> int | None:
             rows, totals = lay_out(args, batches, weights, meter, mesh.device_type)
 
         # 4. Log-probabilities stay fixed while the batch is used.
-        rows = with_fixed(args, step - first_step, policy, reference, rows, offloader, meter)
+        rows = with_fixed(args, range(first_step, step), policy, reference, rows, offloader, meter)
 
         # 5. Update. The gradients of rows, ranks and kinds just add up.
         rate = optim.learning_rate_at(step, args.num_steps, args.learning_rate, args.optim)
@@ -220,8 +220,7 @@ def main(flags: Args) -> int | None:
         guard.save_if_due(step, meter)
         guard.leave_if_over(step)
 
-    dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
-    export(args, policy, dtype, path)
+    export(args, policy, torch.bfloat16 if mesh.device_type == "cuda" else torch.float32, path)
     if sources.scorer is not None:
         sources.scorer.close()
 
@@ -305,7 +304,7 @@ def lay_out(
 
 
 def with_fixed(
-    args: Args, num_done: int, policy, reference, rows: dict, offloader, meter
+    args: Args, earlier: range, policy, reference, rows: dict, offloader, meter
 ) -> list[list[PackedRow]]:
     """The rows of each minibatch, kind after kind, with old and reference log-probabilities."""
     rows = dict(rows)
@@ -316,6 +315,7 @@ def with_fixed(
             skip = 1 if args.batch.num_epochs == 1 else 0
             known = "old_logprobs", temperature["rl"], skip
             rows["rl"] = logprobs.with_logprobs(policy, rows["rl"], *known)
+            num_done = len([s for s in earlier if supervised.weights_at(args.weights, s)[2] > 0])
             witness.compare(args, num_done, policy, rows["rl"], logprobs.token_logprobs)
     base = policy if reference is None else reference
     for kind in ("dpo", "rl"):

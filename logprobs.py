@@ -231,7 +231,7 @@ def _states_before(model: nn.Module, row, positions: Tensor) -> Tensor:
         use_cache=False,
         **_spans(row),
     ).last_hidden_state[0]  # [N, D]
-    before = row.prefix.previous[positions] if row.prefix else positions - 1
+    before = row.prefix.previous[positions] if getattr(row, "prefix", None) else positions - 1
     # Not hidden[before], whose backward adds up a prompt's states in another order each time.
     return hidden.index_select(0, before.clamp(min=0))
 
@@ -239,7 +239,7 @@ def _states_before(model: nn.Module, row, positions: Tensor) -> Tensor:
 def _spans(row) -> dict[str, Tensor | int]:
     """What each sequence sees, by Transformers' names; key_index is attention.py's."""
     spans = {"cu_seq_lens_q": row.cu_seqlens, "max_length_q": row.max_seqlen}
-    if row.prefix is None:
+    if getattr(row, "prefix", None) is None:
         return spans | {"cu_seq_lens_k": row.cu_seqlens, "max_length_k": row.max_seqlen}
     spans |= {"cu_seq_lens_k": row.prefix.cu_seqlens_k, "max_length_k": row.prefix.max_seqlen_k}
     return spans | {"key_index": row.prefix.keys}

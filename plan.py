@@ -65,6 +65,9 @@ def check(args: Any) -> None:
         judges = {"--reward-model": getattr(args, "reward_model_path", ""), "--critic.path": critic}
         for flag, path in judges.items():
             require(path != "built-in", flag, path, "a model with the tokens of your --model")
+    dtype = args.model.master_dtype
+    is_plain = dtype == "float32" or args.lora.rank == 0
+    require(is_plain, "--model.master-dtype", dtype, "float32 with --lora.rank, whose adapters are")
     if args.rollout.eight_bit:
         kind = args.loss.importance
         rule = "token: an 8-bit sampler is another policy"
@@ -82,8 +85,8 @@ def check_groups(args: Any) -> None:
         require(has_others, "--group-size", 1, "at least 2; try 8")
     every = args.refresh_every
     require(every >= 0, "--refresh-every", every, "at least 0 (never)")
-    has_use = args.loss.kl_coef or every == 0
-    require(has_use, "--refresh-every", every, "0 without --loss.kl-coef")
+    has_use = args.needs_reference or every == 0
+    require(has_use, "--refresh-every", every, "0 without --loss.kl-coef: there is no reference")
     has_own = args.lora.rank == 0 or every == 0
     require(has_own, "--refresh-every", every, "0 with --lora.rank: the base is the reference")
     buffer = args.advantage.overlong_buffer

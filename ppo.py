@@ -255,7 +255,8 @@ def prepare(args: Args) -> tuple[list[str], Any, data.PromptStream, list[data.Pr
     reward_path = hub.find_reward_model(args.reward_model_path, longest, path)
     critic_path = hub.find_critic(args.critic.path, longest, path) or reward_path or path
     datasets, eval_sets = data.load_all(args.data_paths, args.eval_paths, tokenizer, args.data)
-    inputs.warn(datasets, eval_sets, tokenizer, args.data.template_options, scorer.wanted)
+    wanted = {} if reward_path else scorer.wanted
+    inputs.warn(datasets, eval_sets, tokenizer, args.data.template_options, wanted)
     plan.require_columns(eval_sets if reward_path else [*datasets, *eval_sets], scorer.wanted)
     has_evals = eval_sets or not args.eval_every
     run.require(has_evals, "--eval-every", args.eval_every, "0, or with --eval-data FILE")

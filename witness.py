@@ -266,11 +266,12 @@ def _num_learnt(sequence: Mapping[str, Tensor]) -> int:
     return int(sequence["response_mask"].sum())
 
 
-def _rows(parts: Parts, mine: list, capacity: int) -> list:
+def _rows(parts: Parts, mine: list, capacity: int, num_sharing: int = 1) -> list:
     """This rank's sequences in rows, as many on all ranks."""
-    needed = torch.tensor([len(parts.pack(mine, capacity)) if mine else 1])
+    made = parts.pack(mine, capacity, num_sharing=num_sharing) if mine else [None]
+    needed = torch.tensor([len(made)])
     _add_up(needed, dist.ReduceOp.MAX)
-    return parts.pack(mine, capacity, num_rows=int(needed))
+    return parts.pack(mine, capacity, num_rows=int(needed), num_sharing=num_sharing)
 
 
 def _totals(rows: Sequence) -> dict[str, int]:
@@ -281,11 +282,13 @@ def _totals(rows: Sequence) -> dict[str, int]:
     return {"tokens": int(counts[0]), "sequences": int(counts[1])}
 
 
-def packing_rows(parts: Parts, policy: nn.Module, mine: list, is_rough: bool) -> list:
-    """Rows on samples alone and in a full row, and on a gradient in two layouts.
+def packing_rows(
+    parts: Parts, policy: nn.Module, mine: list, is_rough: bool, num_sharing: int = 1
+) -> list:
+    """Rows on samples alone and in a full row, and on gradients in two layouts.
 
     mine: real sequences of this rank, with advantages; some rank has one. is_rough: gradients are
-    rounded on their way.
+    rounded on their way. num_sharing: of them, one after the other, share a prompt in the run.
     """
     everyone = [each for of_rank in _gather(mine[:64]) for each in of_rank]
     everyone.sort(key=_length)
@@ -299,13 +302,23 @@ def packing_rows(parts: Parts, policy: nn.Module, mine: list, is_rough: bool) ->
         [alone] = parts.pack([chosen[i]], parts.tokens_per_row)
         [apart] = _by_sequence(alone, parts.logprobs(alone)).values()
         mask = chosen[i]["response_mask"]
-        worst = _larger(worst, (apart - together[i])[mask].abs().mean().item())
+        mean = (apart - together[i])[mask].abs().mean().item()
+        worst = mean if not mean <= worst else worst  # NaN is larger than all
     # The mean of one sample of eight is further off than the mean of all.
     bound = max(FP32_BOUND, 1.5 * ROUNDINGS * rounding(policy, parts.logprobs, row))
     figure = f"{worst:.2g} nats, mean of a sample, the worst of {NUM_ALONE}"
     advice = "sequences of a row see each other: the model's attention or positions leak; report it"
     rows = [Row("alone or in a full row", figure, f"{bound:.2g}", worst <= bound, advice)]
-    return [*rows, _gradient_row(parts, policy, chosen, is_rough or bound > FP32_BOUND)]
+    is_rough = is_rough or bound > FP32_BOUND
+    advice = "a loss depends on the layout: see its divisor, and --model.reduce-every-row"
+    known = _two_layouts(parts, chosen), is_rough, advice
+    rows.append(_gradient_row(parts, policy, "gradient in two layouts", *known))
+    if num_sharing > 1:
+        group = mine[:num_sharing]
+        layouts = [_rows(parts, group, parts.tokens_per_row, size) for size in (1, num_sharing)]
+        known = layouts, is_rough, "try --no-share-prefixes, and report it"
+        rows.append(_gradient_row(parts, policy, "gradient, prompt once", *known))
+    return rows
 
 
 def _length(sequence: Mapping[str, Tensor]) -> int:
@@ -324,10 +337,6 @@ def _filled(chosen: list, others: list, capacity: int) -> list:
     return filled
 
 
-def _larger(x: float, y: float) -> float:
-    return y if not y <= x else x  # NaN is larger than all
-
-
 def _by_sequence(row: Any, values: Tensor) -> dict[int, Tensor]:
     """The values [N] of each sequence of the row, by its place in what was packed."""
     bounds = row.cu_seqlens.tolist()
@@ -335,29 +344,34 @@ def _by_sequence(row: Any, values: Tensor) -> dict[int, Tensor]:
     return {index: values[part].cpu() for index, part in parts.items()}
 
 
-def _gradient_row(parts: Parts, policy: nn.Module, chosen: list, is_rough: bool) -> Row:
-    """The gradient of `chosen` in short rows over all ranks, and in long ones on the last."""
+def _two_layouts(parts: Parts, chosen: list) -> list[list]:
+    """Short rows over all ranks, and long ones on the last."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     longest = max(map(_length, chosen))
-    layouts = (
-        _rows(parts, chosen[rank::num_ranks], longest),
-        _rows(parts, chosen if rank == num_ranks - 1 else [], parts.tokens_per_row),
-    )
+    on_last = chosen if rank == num_ranks - 1 else []
+    short = _rows(parts, chosen[rank::num_ranks], longest)
+    return [short, _rows(parts, on_last, parts.tokens_per_row)]
+
+
+def _gradient_row(
+    parts: Parts, policy: nn.Module, what: str, layouts: list[list], is_rough: bool, advice: str
+) -> Row:
+    """How far the gradients of the same sequences in two layouts are apart."""
     found: list[list[Tensor]] = []
     for rows in layouts:
         parts.gradients(rows, _totals(rows))
-        found.append([_local(p.grad).cpu() for p in policy.parameters() if p.grad is not None])
+        learned = [p for p in policy.parameters() if p.requires_grad]
+        found.append([_local(p * 0 if p.grad is None else p.grad).cpu() for p in learned])
         policy.zero_grad()
     squares = torch.zeros(2, dtype=torch.float64)
     for a, b in zip(*found, strict=True):
-        squares += torch.stack([(a - b).double().square().sum(), a.double().square().sum()])
+        squares += torch.stack([x.double().square().sum() for x in (a - b, a)])
     _add_up(squares)
     apart = (squares[0] / squares[1]).sqrt().item()
     bound = GRADIENT_BOUND[is_rough]
     counts = " and ".join(str(len(rows)) for rows in layouts)
     figure = f"{apart:.2g} of its norm, in {counts} rows a rank"
-    advice = "a loss depends on the layout: see its divisor, and --model.reduce-every-row"
-    return Row("gradient in two layouts", figure, f"{bound:g}", apart <= bound, advice)
+    return Row(what, figure, f"{bound:g}", apart <= bound, advice)
 
 
 def _local(x: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ def gradient(path, args, sequences, weight, order):
         batches[kind] = here, [0] * len(here)
     meter = Metrics()
     rows, [totals] = hybrid.lay_out(args, batches, weight, meter, "cpu")
-    [flat] = hybrid.with_fixed(args, 1, policy, reference, rows, Offload(False), meter)
+    [flat] = hybrid.with_fixed(args, range(1), policy, reference, rows, Offload(False), meter)
     hybrid.gradients(args, policy, flat, totals, meter)
     found = {name: p.grad.full_tensor() for name, p in policy.named_parameters()}
     return found, sum(1 for row in flat if not row.source)
@@ -317,6 +317,20 @@ def test_a_run_of_three_on_two_ranks_is_that_on_one(tiny, files, given, tmp_path
             "--check True: must be with a weight for rl",
         ),
         (
+            dict(
+                model_path="x",
+                weights=(1.0, 0.0, 0.0),
+                sft=dict(data=["a"]),
+                loss=dict(kl_coef=0.1),
+                refresh_every=1,
+            ),
+            "--refresh-every 1: must be 0 without --loss.kl-coef: there is no reference",
+        ),
+        (
+            dict(lora=dict(rank=4), model=dict(master_dtype="bfloat16")),
+            "--model.master-dtype bfloat16: must be float32 with --lora.rank",
+        ),
+        (
             dict(dpo=dict(max_tokens=9000)),
             "--tokens-per-row 16384: must be at least 18000, for --dpo.max-tokens 9000",
         ),
@@ -339,6 +353,19 @@ def test_rows_need_not_hold_responses_where_none_is_sampled():
     assert from_json(hybrid.Args(), only | {"sft": given}).longest == 128
     with pytest.raises(ValueError, match="--tokens-per-row 512: must be at least 1536"):
         from_json(hybrid.Args(), only | {"sft": given, "weights": (1.0, 0.0, 0.1)})
+
+
+def test_the_first_samples_are_compared_where_rewards_come_later(monkeypatch):
+    counts = []
+    monkeypatch.setattr(
+        hybrid.witness, "compare", lambda args, num_done, *_: counts.append(num_done)
+    )
+    monkeypatch.setattr(hybrid.logprobs, "with_logprobs", lambda model, rows, *_: rows)
+    args = hybrid.Args(weights=(0.0, 1.0, 0.0, 0.0, 2.0, 1.0, 0.0, 1.0))
+    for step in range(4):
+        rows = {"rl": [[]]} if step else {}
+        hybrid.with_fixed(args, range(step), None, None, rows, Offload(False), Metrics())
+    assert counts == [0, 1, 2]
 
 
 def test_a_check_reads_what_is_given(tiny, files, given, tmp_path):

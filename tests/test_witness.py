@@ -74,6 +74,18 @@ def leak():
     return mock.patch.object(attention, "_segment_attention", whole)
 
 
+def no_shared_gradient():
+    """The gradient of gathered keys and values is lost."""
+    plain = attention._attend
+
+    def attend(q, k, v, scaling, window, spans, index):
+        if index is not None:
+            k, v = k.detach(), v.detach()
+        return plain(q, k, v, scaling, window, spans, index)
+
+    return mock.patch.object(attention, "_attend", attend)
+
+
 def own_totals():
     """A loss that is a mean over its row."""
     plain = grpo.actor_gradients
@@ -109,12 +121,14 @@ FAULTS = {
     "an optimizer that moves nothing": no_step,
     "attention leaks": leak,
     "a mean over the row": own_totals,
+    "a prompt that stands once learns nothing": no_shared_gradient,
 }
 AFTER_SYNC = "sampler, after a sync"
 BEFORE_SYNC = "sampler, before the sync"
 AFTER_NEXT = "sampler, after the next sync"
 ALONE = "alone or in a full row"
 LAYOUTS = "gradient in two layouts"
+ONCE = "gradient, prompt once"
 SEEN_BY = {
     "none": set(),
     "MLP weights scaled by 1.2": {AFTER_SYNC, AFTER_NEXT},
@@ -125,6 +139,7 @@ SEEN_BY = {
     "an optimizer that moves nothing": {BEFORE_SYNC},
     "attention leaks": {ALONE, LAYOUTS},
     "a mean over the row": {LAYOUTS},
+    "a prompt that stands once learns nothing": {ONCE},
     "rotary positions by the longest of a row": {ALONE},
     "a load that brings no moments": {"restart"},
     "a load that does nothing": {"restart"},
@@ -136,6 +151,8 @@ def made_sequences():
     found = []
     for i, length in enumerate(LENGTHS):
         ids = torch.randint(2, 14, (length + 2,), generator=draw)
+        if i % 2:
+            ids[:2] = found[-1]["tokens"][:2]  # two have a prompt in common
         known = dict(advantages=1.0 - 2.0 * (i % 2), rollout_logprobs=-2.0, ref_logprobs=0.0)
         found.append(sequence(ids[:2], ids[2:], **known))
     return found
@@ -172,9 +189,9 @@ def wrong(tiny, files, tmp_path_factory):
                 parts = checkup._parts(run, grpo.actor_gradients)
                 mine = made_sequences()
                 rows[fault] = []
-                if SEEN_BY[fault] <= {ALONE, LAYOUTS}:
-                    rows[fault] += witness.packing_rows(parts, policy, mine, False)
-                if not SEEN_BY[fault] & {ALONE, LAYOUTS}:
+                if SEEN_BY[fault] <= {ALONE, LAYOUTS, ONCE}:
+                    rows[fault] += witness.packing_rows(parts, policy, mine, False, 2)
+                if not SEEN_BY[fault] & {ALONE, LAYOUTS, ONCE}:
                     rows[fault] += witness.sampler_rows(parts, policy, mine, 4, False, 0.0)
         found = {fault: {row.what for row in each if not row.right} for fault, each in rows.items()}
         save, load = checkpoint.save, checkpoint.load

@@ -24,6 +24,7 @@ import metrics
 import offload
 import optim
 import packing
+import prefix
 import reshard
 import sampling
 import witness
@@ -65,7 +66,8 @@ def table(run: Run, gradients: Callable, record: dict, groups: list) -> int:
     parts = _parts(run, gradients)
     if metrics.total(float(len(mine))) == 0:  # no group had any spread
         mine = parts.sample(dist.get_world_size(), 0)
-    made.add(witness.packing_rows(parts, run.policy, mine, args.quantize_gradients))
+    is_rough = args.quantize_gradients
+    made.add(witness.packing_rows(parts, run.policy, mine, is_rough, args.batch.num_sharing))
     largest = _memory_of_largest_row(run, gradients)
     with run.offloader.present(run.optimizer):
         made.add(_sampler_rows(run, parts, mine, record))
@@ -146,9 +148,14 @@ def _parts(run: Run, add_gradients: Callable) -> witness.Parts:
         rollouts = [rollout for each in drawn.values() for rollout in each]
         return witness.sequences(packing.sequence, rollouts)
 
-    def pack(sequences: list, capacity: int, num_rows: int | None = None) -> list:
-        like = packing.empty_sequence(*FIELDS)
-        rows = packing.pack(sequences, capacity, num_rows=num_rows, like=like)
+    def pack(
+        sequences: list, capacity: int, num_rows: int | None = None, num_sharing: int = 1
+    ) -> list:
+        options = {"num_rows": num_rows, "like": packing.empty_sequence(*FIELDS)}
+        if num_sharing > 1:
+            groups = [i // num_sharing for i in range(len(sequences))]
+            options |= {"groups": groups, "share": prefix.share}
+        rows = packing.pack(sequences, capacity, **options)
         return [row.to(device) for row in rows]
 
     tokens_per_row = args.batch.tokens_per_row
