@@ -103,13 +103,12 @@ def halves(row: Any) -> list:
     whole = row.plain()
     bounds = whole.cu_seqlens.tolist()
     cut = min(ends, key=lambda i: abs(bounds[i] - bounds[-1] / 2))
-    parts = [_part(whole, bounds, 0, cut), _part(whole, bounds, cut, num_sequences)]
+    first = _part(whole, bounds, 0, cut)
+    second = _part(whole, bounds, cut, num_sequences)
     if row.prefix:
-        ranges = (0, cut), (cut, num_sequences)
-        parts = [
-            row.prefix.share_part(part, *ends) for part, ends in zip(parts, ranges, strict=True)
-        ]
-    return parts
+        first = row.prefix.share_part(first, 0, cut)
+        second = row.prefix.share_part(second, cut, num_sequences)
+    return [first, second]
 
 
 def _part(row: Any, bounds: list[int], first: int, end: int) -> Any:
